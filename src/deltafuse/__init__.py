@@ -1,0 +1,40 @@
+"""Delta-rule linear attention: Kimi Delta Attention, Gated DeltaNet and the short convolution beside them.
+
+Signatures are those of flash-linear-attention; see `explain` for what runs where.
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .backends import Explanation, explain, get_backend, set_backend, use_backend
+from .gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from .kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from .support import UnsupportedError, Verdict
+
+OPS = (
+    "chunk_kda",
+    "fused_recurrent_kda",
+    "fused_kda_gate",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "causal_conv1d",
+    "causal_conv1d_update",
+)
+"""Names of the public ops."""
+
+__all__ = [
+    "OPS",
+    "Explanation",
+    "UnsupportedError",
+    "Verdict",
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "explain",
+    "fused_kda_gate",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+    "get_backend",
+    "set_backend",
+    "use_backend",
+]

@@ -1,0 +1,63 @@
+"""What this machine has: asked once, by looking packages up, never by importing them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A device and the packages beside it: all that `support` decides by, so that any machine can be described in a test.
+
+    `capability` is CUDA's compute capability, `(9, 0)` for Hopper; `fla` and `dsl` are versions, None where not installed.
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    name: str = ""
+    fla: str | None = None
+    dsl: str | None = None
+
+    @property
+    def title(self) -> str:
+        if self.capability is None:
+            return self.name or self.device
+        return f"{self.name or self.device} (sm_{self.capability[0]}{self.capability[1]})"
+
+
+def _version(module: str, *distributions: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    for distribution in distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@lru_cache(maxsize=None)
+def packages() -> tuple[str | None, str | None]:
+    """Versions of fla and of the CuTe DSL, None where not installed."""
+    return _version("fla", "fla-core", "flash-linear-attention"), _version("cutlass", "nvidia-cutlass-dsl")
+
+
+@lru_cache(maxsize=None)
+def _environment(kind: str, index: int | None) -> Environment:
+    fla, dsl = packages()
+    if kind == "cuda" and torch.cuda.is_available():
+        return Environment(
+            kind, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index), fla=fla, dsl=dsl
+        )
+    return Environment(kind, name="CPU" if kind == "cpu" else kind, fla=fla, dsl=dsl)
+
+
+@torch.compiler.assume_constant_result
+def environment(kind: str, index: int | None) -> Environment:
+    """The environment of a torch device, given as its type and index; asked once, a constant to torch.compile."""
+    return _environment(kind, index)

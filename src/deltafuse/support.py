@@ -1,0 +1,114 @@
+"""Which backend can take a problem on a device, and why the others cannot. Pure: no tensor, no device is touched.
+
+Backends in order of preference:
+
+- `cute`: this package's own GPU kernels.
+- `fla`: an installed flash-linear-attention, on a GPU.
+- `torch`: `deltafuse.reference`, on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .runtime.probe import Environment
+
+BACKENDS = ("cute", "fla", "torch")
+
+
+class UnsupportedError(ValueError):
+    """A backend was asked for that cannot take the call."""
+
+
+class Problem(Protocol):
+    """What every problem has, of whatever op."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def context_parallel(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a backend takes a problem; `reason` says why not, or what speaks for it."""
+
+    backend: str
+    supported: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The backend that runs a problem, and the reasons of those that come before it and do not."""
+
+    backend: str
+    skipped: tuple[Verdict, ...] = ()
+
+
+def _cute(problem: Problem, env: Environment) -> str | None:
+    return f"this version has no GPU kernel for {problem.op}"
+
+
+def _fla(problem: Problem, env: Environment) -> str | None:
+    if env.device != "cuda":
+        return f"fla runs on a GPU, the tensors are on {env.device}"
+    if env.fla is None:
+        return "fla is not installed (pip install 'deltafuse[fla]')"
+    if problem.dtype == torch.float64:
+        return "fla has no float64"
+    if problem.batch == 0 or problem.tokens == 0:
+        return "fla takes no empty input"
+    if getattr(problem, "per_key", False) and getattr(problem, "key_dim", 0) > 256:
+        return f"fla's KDA takes K up to 256, not {getattr(problem, 'key_dim', 0)}"
+    if problem.op.startswith("fused_recurrent"):
+        if getattr(problem, "requires_grad", False):
+            return "fla's recurrent ops have no gradient"
+        if getattr(problem, "pooled", False) and not getattr(problem, "inplace", False):
+            return "fla has no output of the state after every token"
+    if getattr(problem, "intermediate_states", False) and not torch.is_inference_mode_enabled():
+        return "fla returns intermediate states under torch.inference_mode alone"
+    return None
+
+
+def _torch(problem: Problem, env: Environment) -> str | None:
+    if problem.context_parallel:
+        return "cp_context (context parallel) runs in fla alone"
+    return None
+
+
+_RULES = {"cute": _cute, "fla": _fla, "torch": _torch}
+_MERITS = {"cute": "own GPU kernels", "fla": "installed fla", "torch": "plain torch, any device"}
+
+
+def verdicts(problem: Problem, env: Environment) -> tuple[Verdict, ...]:
+    """What each backend says to a problem, in order of preference."""
+    reasons = ((name, _RULES[name](problem, env)) for name in BACKENDS)
+    return tuple(Verdict(name, why is None, why or _MERITS[name]) for name, why in reasons)
+
+
+def choose(problem: Problem, env: Environment, requested: str = "auto") -> Plan:
+    """The plan for a problem: the first backend that takes it, or the requested one.
+
+    Raises `UnsupportedError` where the requested backend, or every one, cannot take it.
+    """
+    all_verdicts = verdicts(problem, env)
+    skipped: list[Verdict] = []
+    for verdict in all_verdicts:
+        if requested not in ("auto", verdict.backend):
+            continue
+        if verdict.supported:
+            return Plan(verdict.backend, tuple(skipped))
+        skipped.append(verdict)
+    able = ", ".join(repr(v.backend) for v in all_verdicts if v.supported) or "no backend takes this call"
+    why = "; ".join(f"{v.backend}: {v.reason}" for v in skipped)
+    raise UnsupportedError(f"`backend`: got {requested!r} for {problem.op} on {env.title}: {why}; allowed: {able}")

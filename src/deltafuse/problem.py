@@ -174,7 +174,7 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
 def _scale(scale: object, key_dim: int) -> float:
     if scale is None:
         return float(key_dim) ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not -math.inf < scale < math.inf:
         fail("scale", describe(scale), "a finite number, or None for K ** -0.5")
     return float(scale)
 
@@ -189,10 +189,10 @@ def _gate(
         if safe_gate:
             fail("lower_bound", None, "a number in [-5, 0) with safe_gate and use_gate_in_kernel")
         if a_log is None:
-            also = " or `lower_bound`" if per_key else ""
-            fail("A_log", None, f"a tensor [HV] with use_gate_in_kernel=True (or give{also})" if per_key else "a tensor [HV] with use_gate_in_kernel=True")
+            also = " (or give `lower_bound`)" if per_key else ""
+            fail("A_log", None, f"a tensor [HV] with use_gate_in_kernel=True{also}")
         return "softplus", 0.0
-    if isinstance(lower_bound, bool) or not isinstance(lower_bound, int | float) or not math.isfinite(lower_bound):
+    if isinstance(lower_bound, bool) or not isinstance(lower_bound, int | float) or not -math.inf < lower_bound < math.inf:
         fail("lower_bound", describe(lower_bound), "a negative number or None")
     if safe_gate and not -5 <= lower_bound < 0:
         fail("lower_bound", lower_bound, "[-5, 0) with safe_gate=True")
@@ -216,7 +216,8 @@ def _matched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tensors = (q, k, v)
     if all(isinstance(x, Tensor) for x in tensors) and not q.dtype == k.dtype == v.dtype:
         kind = q.device.type
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (q.dtype, k.dtype, v.dtype):
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if autocast and torch.float64 not in (q.dtype, k.dtype, v.dtype):
             dtype = torch.get_autocast_dtype(kind)
             return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
@@ -285,25 +286,25 @@ def parse_delta(
         check_tensor("beta", beta, (batch, tokens, value_heads), device=device, axes="[B, T, HV]")
     if gv is not None:
         check_tensor("gv", gv, v.shape, device=device, axes="[B, T, HV, V]")
-    if isinstance(chunk_size, bool) or chunk_size not in chunk_sizes:
+    if type(chunk_size) is not int or chunk_size not in chunk_sizes:
         fail("chunk_size", describe(chunk_size), " or ".join(map(str, chunk_sizes)))
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         fail("allow_neg_eigval", True, "True only with use_beta_sigmoid_in_kernel=True")
-    a_log = _parameter("A_log", A_log, value_heads, "[HV]", device)
-    bias = _parameter("dt_bias", dt_bias, value_heads * (key_dim if per_key else 1), "[HV * K]" if per_key else "[HV]", device)
+    a_log = bias = None
+    if use_gate_in_kernel:
+        a_log = _parameter("A_log", A_log, value_heads, "[HV]", device)
+        bias = _parameter("dt_bias", dt_bias, value_heads * (key_dim if per_key else 1), "[HV * K]" if per_key else "[HV]", device)
     gate, bound = _gate(per_key, bool(use_gate_in_kernel), bool(safe_gate), lower_bound, a_log)
-    if gate == "log":
-        a_log = bias = None
     if cp_context is not None:
         if initial_state is not None or output_final_state:
             fail("cp_context", "a context with states", "no `initial_state` and no `output_final_state`")
-        cu_seqlens = cp_context.cu_seqlens
+        cu_seqlens = getattr(cp_context, "cu_seqlens", None)
         cu_seqlens_cpu = getattr(cp_context, "cu_seqlens_cpu", None)
         if cu_seqlens is None:
-            fail("cp_context", "a context without cu_seqlens", "a context with cu_seqlens")
+            fail("cp_context", f"{type(cp_context).__name__} without cu_seqlens", "a context with cu_seqlens")
     sequences = check_packing(cu_seqlens, cu_seqlens_cpu, batch, device)
-    if max_num_seqs is not None and (not use_graph or cu_seqlens is None or sequences != max_num_seqs):
-        fail("max_num_seqs", max_num_seqs, f"None, or with use_graph the number of packed sequences ({sequences})")
+    if max_num_seqs is not None and use_graph and cu_seqlens is not None and sequences != max_num_seqs:
+        fail("max_num_seqs", max_num_seqs, f"None, or the number of packed sequences ({sequences}) with use_graph")
     if use_graph and disable_recompute:
         fail("use_graph", True, "False with disable_recompute=True")
     grads = (q, k, v, g, beta, a_log, bias, initial_state, gv)
@@ -316,7 +317,7 @@ def parse_delta(
         scale=_scale(scale, key_dim), gate=gate, lower_bound=bound, per_key=per_key, l2norm=bool(use_qk_l2norm_in_kernel),
         beta_sigmoid=bool(use_beta_sigmoid_in_kernel), neg_eigval=bool(allow_neg_eigval), safe_gate=bool(safe_gate),
         has_initial_state=initial_state is not None, output_final_state=bool(output_final_state),
-        state_dtype=torch.float32 if initial_state is None else initial_state.dtype,
+        state_dtype=initial_state.dtype if isinstance(initial_state, Tensor) else torch.float32,
         intermediate_states=bool(return_intermediate_states),
         state_v_first=state_layout(op, state_v_first, transpose_state_layout), packed=cu_seqlens is not None, chunk_size=chunk_size,
         disable_recompute=bool(disable_recompute), use_graph=bool(use_graph), context_parallel=cp_context is not None,
@@ -404,10 +405,13 @@ def recurrent_gates(
     if use_gate:
         if a_log is None:
             fail("A_log", None, "a tensor [HV] with use_gate_in_kernel=True")
+        rate = _parameter("A_log", a_log, v.shape[2], "[HV]", q.device)
+        bias = _parameter("dt_bias", dt_bias, v.shape[2], "[HV]", q.device)
+        assert rate is not None
         # The raw gate and a decay per key dimension: the sum of the two logarithms, in float32 or better.
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        z = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias.reshape(-1)
-        g = -a_log.reshape(-1).to(dtype).exp() * torch.nn.functional.softplus(z)
+        z = g.to(dtype) if bias is None else g.to(dtype) + bias.to(dtype)
+        g = -rate.to(dtype).exp() * torch.logaddexp(z, z.new_zeros(()))
     return g.unsqueeze(-1) + gk, True, beta, False
 
 

@@ -68,8 +68,8 @@ def _fla(problem: Problem, env: Environment) -> str | None:
         return "fla has no float64"
     if problem.batch == 0 or problem.tokens == 0:
         return "fla takes no empty input"
-    if getattr(problem, "per_key", False) and getattr(problem, "key_dim", 0) > 256:
-        return f"fla's KDA takes K up to 256, not {getattr(problem, 'key_dim', 0)}"
+    if problem.op.startswith("chunk") and getattr(problem, "key_dim", 0) > 256:
+        return f"fla's chunked ops take K up to 256, not {getattr(problem, 'key_dim', 0)}"
     if problem.op.startswith("fused_recurrent"):
         if getattr(problem, "requires_grad", False):
             return "fla's recurrent ops have no gradient"

@@ -1,11 +1,11 @@
 """The chunked form of the delta rule, forward and backward, in torch.
 
-    [w | u] = (I + L)^-1 [beta k exp(P) | beta v]          L = beta * A_kk, one unit-triangular solve
+    [w | u] = M [beta k exp(P) | beta v]                   M = (I + L)^-1, L = beta A_kk, one unit-triangular solve
     v' = u - w S                                           serial over chunks
     S <- exp(P_C) S + (k exp(suffix))^T v'                 serial over chunks
     o  = s (q exp(P)) S + s A_qk v'
 
-with P, the suffix sums and the products A from `decay`. A window of 16 chunks of every sequence is in memory at a time. The forward pass keeps
+with P, the suffix sums and the products A from `decay`. A window of 8 chunks of every sequence is in memory at a time. The forward pass keeps
 the states at some borders of chunks (`DeltaOptions.keep_every`); the backward pass goes through the windows in reverse, computes
 each again from its first state, and keeps no tape, so memory is linear in the number of tokens with a small factor.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import inputs
-from .decay import DecayTree, decay_tree, decay_tree_backward, decayed_scores, decayed_scores_backward
+from .decay import decayed_scores, decayed_scores_backward
 from .layout import ChunkLayout, chunk_layout
 from .options import CHUNKS_A_WINDOW, DeltaOptions, compute_dtype, kept_states
 
@@ -109,12 +109,12 @@ class _Window:
     v: Tensor
     raw: Tensor  # [chunks, HV, C, Kg]
     beta: Tensor  # [X, C, 1]
-    tree: DecayTree
-    exp_prefix: Tensor
-    exp_suffix: Tensor
+    g: Tensor  # log decays, [X, C, Kg]
+    prefix: Tensor
+    suffix: Tensor
     scores: Tensor  # [X, 2, C, C]
     aqk: Tensor  # with the scale
-    lower: Tensor  # L
+    inverse: Tensor  # M = (I + L)^-1
     wu: Tensor  # [w | u]
     qg: Tensor  # s q exp(P)
     kg: Tensor  # k exp(suffix)
@@ -154,8 +154,10 @@ class _Chunked:
         return out.transpose(-1, -2).contiguous() if self.options.state_v_first else out
 
     def windows(self) -> list[range]:
-        steps = self.layout.steps
-        return [range(s, min(s + CHUNKS_A_WINDOW, steps)) for s in range(0, steps, CHUNKS_A_WINDOW)]
+        """Steps of every window; each but the first starts where a state is kept."""
+        every, steps = self.options.keep_every, self.layout.steps
+        width = CHUNKS_A_WINDOW if every == 1 else every
+        return [range(s, min(s + width, steps)) for s in range(0, steps, width)]
 
     def span(self, steps: range) -> tuple[int, int]:
         return self.layout.offsets[steps.start], self.layout.offsets[steps.stop]
@@ -197,20 +199,19 @@ class _Chunked:
             g = g.masked_fill(padding, 0)
         beta = inputs.beta(beta, options).flatten(0, 1)
         qx, kx, v = self.expand(q), self.expand(k), v.flatten(0, 1)
-        tree = decay_tree(g.flatten(0, 1))
-        scores = decayed_scores(qx, kx, tree)
-        exp_prefix, exp_suffix = tree.prefix.exp(), tree.suffix.exp()
-        lower = scores[:, 1] * beta
-        right = torch.cat([beta * kx * exp_prefix, beta * v], -1)
-        wu = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        g = g.flatten(0, 1)
+        scores, prefix, suffix = decayed_scores(qx, kx, g)
+        identity = torch.eye(options.chunk_size, dtype=self.dtype, device=scores.device).expand_as(scores[:, 1])
+        inverse = torch.linalg.solve_triangular(scores[:, 1] * beta, identity, upper=False, unitriangular=True)
+        wu = torch.bmm(inverse, torch.cat([beta * kx * prefix, beta * v], -1))
         return _Window(
-            q, k, q_rstd, k_rstd, qx, kx, v, raw, beta, tree, exp_prefix, exp_suffix, scores,
+            q, k, q_rstd, k_rstd, qx, kx, v, raw, beta, g, prefix, suffix, scores,
             aqk=scores[:, 0] * options.scale,
-            lower=lower,
+            inverse=inverse,
             wu=wu,
-            qg=qx * exp_prefix * options.scale,
-            kg=kx * exp_suffix,
-            decay=exp_prefix[:, -1].unsqueeze(-1),
+            qg=qx * prefix * options.scale,
+            kg=kx * suffix,
+            decay=prefix[:, -1].unsqueeze(-1),
         )  # fmt: skip
 
     def scan(self, window: _Window, steps: range, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,35 +255,33 @@ class _Chunked:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of qx, kx, v, beta and of the gate's logarithm, `[X, C, ...]`."""
         key, scale = self.key_dim, self.options.scale
-        per_key = window.tree.prefix.shape[-1] == key
+        per_key = window.g.shape[-1] == key
         h_t = h.transpose(1, 2)
         dqg = torch.bmm(do, h_t)
         dkg = torch.bmm(v_new, dh_out.transpose(1, 2))
-        # dR = (I + L)^-T [dw | du],   dw = -dv' S^T,  du = dv'
+        # dR = M^T [dw | du],   dw = -dv' S^T,  du = dv';   dL = -dR [w | u]^T
         dwu = torch.cat([-torch.bmm(dv_new, h_t), dv_new], -1)
-        transposed = window.lower.transpose(1, 2)
-        dright = torch.linalg.solve_triangular(transposed, dwu, upper=True, unitriangular=True)
+        dright = torch.bmm(window.inverse.transpose(1, 2), dwu)
         dright_k, dright_v = dright.split([key, self.value_dim], -1)
         dscores = torch.empty_like(window.scores)
         torch.bmm(do, v_new.transpose(1, 2), out=dscores[:, 0])
         dlower = torch.bmm(dright, window.wu.transpose(1, 2)).neg_()
-        k_prefix = window.kx * window.exp_prefix
+        k_prefix = window.kx * window.prefix
         dbeta = (dlower * window.scores[:, 1]).sum(-1, keepdim=True)
         dbeta += (dright_k * k_prefix).sum(-1, keepdim=True) + (dright_v * window.v).sum(-1, keepdim=True)
         dscores[:, 0] *= scale
         torch.mul(dlower, window.beta, out=dscores[:, 1])
-        dq = dqg * window.exp_prefix * scale
-        dk = dright_k * window.beta * window.exp_prefix
+        dq = dqg * window.prefix * scale
+        dk = dright_k * window.beta * window.prefix
         dprefix = window.qg * dqg + dk * window.kx
-        dk.addcmul_(dkg, window.exp_suffix)
+        dk.addcmul_(dkg, window.suffix)
         dsuffix = window.kg * dkg
         # The chunk's total also decays the state.
         dtotal = (dh_out * h).sum(-1) if per_key else (dh_out * h).sum((-1, -2)).unsqueeze(-1)
         if not per_key:
             dprefix, dsuffix = dprefix.sum(-1, keepdim=True), dsuffix.sum(-1, keepdim=True)
         dprefix[:, -1] += dtotal * window.decay.squeeze(-1)
-        dlevels = decayed_scores_backward(window.qx, window.kx, window.tree, dscores, dq, dk)
-        dg = decay_tree_backward(window.tree, dprefix, dsuffix, dlevels)
+        dg = decayed_scores_backward(window.qx, window.kx, window.g, dscores, dq, dk, dprefix, dsuffix)
         return dq, dk, dright_v * window.beta, dbeta, dg
 
 

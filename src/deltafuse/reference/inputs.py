@@ -17,6 +17,9 @@ from torch import Tensor
 
 from .options import GATE_BOUNDED, GATE_LOG, L2NORM_EPS, DeltaOptions
 
+# Where softplus(x) becomes x: torch's default of 20 is off by 2e-9, which float64 sees.
+SOFTPLUS_THRESHOLD = 40.0
+
 
 def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """Normalised rows and `1 / norm`."""
@@ -37,7 +40,7 @@ def gate(raw: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, options: Del
     if options.gate == GATE_BOUNDED:
         return options.lower_bound * torch.sigmoid(z if a_log is None else a_log.exp() * z)
     assert a_log is not None
-    return -a_log.exp() * F.softplus(z)
+    return -a_log.exp() * F.softplus(z, threshold=SOFTPLUS_THRESHOLD)
 
 
 def gate_backward(
@@ -57,7 +60,7 @@ def gate_backward(
         return dz, dz * z
     assert a_log is not None
     rate = -a_log.exp()
-    return rate * torch.sigmoid(z) * dg, rate * F.softplus(z) * dg
+    return rate * torch.sigmoid(z) * dg, rate * F.softplus(z, threshold=SOFTPLUS_THRESHOLD) * dg
 
 
 def beta(raw: Tensor, options: DeltaOptions) -> Tensor:

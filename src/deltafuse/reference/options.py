@@ -10,8 +10,8 @@ GATE_LOG = "log"
 GATE_SOFTPLUS = "softplus"
 GATE_BOUNDED = "bounded"
 
-CHUNKS_A_WINDOW = 16
-"""Chunks of one sequence that the chunked form holds at once."""
+CHUNKS_A_WINDOW = 8
+"""Chunks of one sequence that the chunked form holds at once: few enough for a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def kept_states(batch: int, tokens: int, options: DeltaOptions) -> int:
-    """How many states a call keeps for its backward pass at most (exactly so many where the sequences are not packed).
+    """Room for the states that a call keeps for its backward pass.
 
     A sequence of `n` tokens has `floor((n - 1) / stride)` kept states for a stride in tokens, so the total is bounded by the
-    number of tokens, whatever the number of sequences.
+    number of tokens, whatever the number of sequences. Two more are never used: torch.compile would compile again for sizes of 0 and 1, and
+    torch.export refuse a range of tokens that has them.
     """
-    return batch * (max(tokens - 1, 0) // (options.chunk_size * options.keep_every))
+    return 2 + batch * (max(tokens - 1, 0) // (options.chunk_size * options.keep_every))
 
 
 L2NORM_EPS = 1e-6

@@ -107,8 +107,9 @@ def recurrent_serve(
     column = torch.zeros_like(starts) if accepted is None else accepted.to(torch.int64) - 1
     first = slots.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1)
     live = ((first >= 0) & (lengths > 0)).nonzero().squeeze(1)
-    out.zero_()
-    flat_out = out.view(batch * total, *v.shape[1:])
+    # `out` may be an input of the same call, so it is written last.
+    result = torch.zeros_like(out)
+    flat_out = result.view(batch * total, *v.shape[1:])
     if token_states is not None:
         token_states.zero_()
     starts, lengths, slots = starts[live], lengths[live], slots[live]
@@ -130,3 +131,4 @@ def recurrent_serve(
             target, written = slots[still, 0], lengths[still] == step + 1
         written = written & (target >= 0)
         pool[target[written]] = outer[written].to(pool.dtype)
+    out.copy_(result)

@@ -32,7 +32,8 @@ def _checked(backend: object, name: str) -> str:
 def set_backend(backend: str | None) -> None:
     """Choose the backend of every later call in this process that does not name one itself.
 
-    `"auto"`, `"cute"`, `"fla"`, `"torch"`; None takes the choice back, so that `DELTAFUSE_BACKEND` counts again. Raises ValueError for another name.
+    `"auto"`, `"cute"`, `"fla"`, `"torch"`; None takes the choice back, so that `DELTAFUSE_BACKEND` counts again. Raises ValueError
+    for another name.
     """
     global _process_backend
     _process_backend = None if backend is None else _checked(backend, "backend")
@@ -42,7 +43,7 @@ def get_backend() -> str:
     """The backend that a call which names none asks for: `use_backend` or `set_backend`, else `DELTAFUSE_BACKEND`, else `"auto"`."""
     if _process_backend is not None:
         return _process_backend
-    return _checked(os.environ.get("DELTAFUSE_BACKEND", "auto"), "DELTAFUSE_BACKEND")
+    return _checked(os.environ.get("DELTAFUSE_BACKEND") or "auto", "DELTAFUSE_BACKEND")
 
 
 @contextmanager

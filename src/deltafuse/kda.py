@@ -125,7 +125,8 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token: decoding, and the serving form on a pool of states.
 
-    The equation and the arguments are `chunk_kda`'s; beta may also be `[B, T, HV, V]`, and states may have any float dtype. Gradients are `chunk_kda`'s
+    The equation and the arguments are `chunk_kda`'s; beta may also be `[B, T, HV, V]`, and states may have any float dtype.
+    Gradients are `chunk_kda`'s
     (none with a beta per value, nor in the serving form).
 
     Args:
@@ -133,13 +134,15 @@ def fused_recurrent_kda(
         ssm_state_indices: with it `initial_state` is a pool `[slots, HV, K, V]`. `[N]`: the slot of every sequence, read first and written
             after its last token. `[N, S]`: token t's state goes to slot `[n, t]`, and the sequence starts from slot
             `[n, num_accepted_tokens[n] - 1]` (`[n, 0]` without). -1 is no slot: a sequence that starts from it gives 0 and
-            leaves the pool alone. Any strides. Without `inplace_final_state` the pool is not written; the state after every token is returned,
+            leaves the pool alone. Any strides. Without `inplace_final_state` the pool is not written; the state after every token
+            is returned,
             `[B * T, HV, K, V]` in the pool's dtype.
         num_accepted_tokens: `[N]`, 1 to S: how many of the last call's tokens were accepted (speculative decoding).
         out: a contiguous `[B, T, HV, V]` tensor that takes o.
 
     Returns:
-        `(o, final_state)`: o `[B, T, HV, V]` in q's dtype; the final state `[N, HV, K, V]` (float32, or float64 with float64 q; in place: the
+        `(o, final_state)`: o `[B, T, HV, V]` in q's dtype; the final state `[N, HV, K, V]` (float32, or float64 with float64 q; in
+        place: the
         tensor given), or None.
 
     Raises:

@@ -1,7 +1,8 @@
 """Arguments parsed and checked once.
 
 `parse_delta` turns what a caller passed to any delta-rule op into a `DeltaCall`: a frozen `DeltaProblem` (sizes, dtypes, switches; what
-`support` decides by) and the tensors. Every error is a ValueError that names the argument, what it got and what is allowed. Values inside tensors
+`support` decides by) and the tensors. Every error is a ValueError that names the argument, what it got and what is allowed. Values
+inside tensors
 (`cu_seqlens`) are checked where the op runs, by `check_bounds`.
 """
 
@@ -51,9 +52,7 @@ def check_tensor(
     return value
 
 
-def check_packing(
-    cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, batch: int, device: torch.device
-) -> int:
+def check_packing(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, batch: int, device: torch.device) -> int:
     """Number of sequences, from the form of `cu_seqlens` alone."""
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
@@ -129,6 +128,7 @@ class DeltaProblem:
     pooled: bool = False
     inplace: bool = False
     requires_grad: bool = False
+    inference_mode: bool = False
 
     @property
     def beta_limit(self) -> float:
@@ -167,7 +167,11 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
     if transpose_state_layout is None:
         return bool(state_v_first)
     if state_v_first:
-        fail("transpose_state_layout", transpose_state_layout, "one of `state_v_first` and `transpose_state_layout` (its old name)")
+        fail(
+            "transpose_state_layout",
+            transpose_state_layout,
+            "one of `state_v_first` and `transpose_state_layout` (its old name)",
+        )
     return bool(transpose_state_layout)
 
 
@@ -192,7 +196,11 @@ def _gate(
             also = " (or give `lower_bound`)" if per_key else ""
             fail("A_log", None, f"a tensor [HV] with use_gate_in_kernel=True{also}")
         return "softplus", 0.0
-    if isinstance(lower_bound, bool) or not isinstance(lower_bound, int | float) or not -math.inf < lower_bound < math.inf:
+    if (
+        isinstance(lower_bound, bool)
+        or not isinstance(lower_bound, int | float)
+        or not -math.inf < lower_bound < math.inf
+    ):
         fail("lower_bound", describe(lower_bound), "a negative number or None")
     if safe_gate and not -5 <= lower_bound < 0:
         fail("lower_bound", lower_bound, "[-5, 0) with safe_gate=True")
@@ -293,7 +301,9 @@ def parse_delta(
     a_log = bias = None
     if use_gate_in_kernel:
         a_log = _parameter("A_log", A_log, value_heads, "[HV]", device)
-        bias = _parameter("dt_bias", dt_bias, value_heads * (key_dim if per_key else 1), "[HV * K]" if per_key else "[HV]", device)
+        bias = _parameter(
+            "dt_bias", dt_bias, value_heads * (key_dim if per_key else 1), "[HV * K]" if per_key else "[HV]", device
+        )
     gate, bound = _gate(per_key, bool(use_gate_in_kernel), bool(safe_gate), lower_bound, a_log)
     if cp_context is not None:
         if initial_state is not None or output_final_state:
@@ -310,7 +320,11 @@ def parse_delta(
     grads = (q, k, v, g, beta, a_log, bias, initial_state, gv)
     requires_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in grads)
     if return_intermediate_states and (requires_grad or disable_recompute):
-        fail("return_intermediate_states", True, "True only without gradients (torch.no_grad) and without disable_recompute")
+        fail(
+            "return_intermediate_states",
+            True,
+            "True only without gradients (torch.no_grad) and without disable_recompute",
+        )
     problem = DeltaProblem(
         op=op, device=device, batch=batch, tokens=tokens, heads=heads, value_heads=value_heads, key_dim=key_dim,
         value_dim=value_dim, sequences=sequences, dtype=q.dtype, gate_dtype=g.dtype, beta_dtype=beta.dtype,
@@ -323,6 +337,7 @@ def parse_delta(
         disable_recompute=bool(disable_recompute), use_graph=bool(use_graph), context_parallel=cp_context is not None,
         value_gate=gv is not None, beta_per_value=beta_per_value, pooled=ssm_state_indices is not None,
         inplace=bool(inplace_final_state), requires_grad=requires_grad,
+        inference_mode=not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
     )  # fmt: skip
     call = DeltaCall(
         problem, q, k, v, g, beta, a_log, bias, gv, initial_state, cu_seqlens, cu_seqlens_cpu,
@@ -339,7 +354,13 @@ def _check_states(call: DeltaCall, recurrent: bool) -> None:
     axes = "HV, V, K" if p.state_v_first else "HV, K, V"
     if state is not None:
         dtypes = FLOATS if recurrent else (torch.float32,) + ((torch.float64,) if p.dtype == torch.float64 else ())
-        count = p.sequences if call.state_indices is None else state.shape[0] if isinstance(state, Tensor) and state.dim() else 0
+        count = (
+            p.sequences
+            if call.state_indices is None
+            else state.shape[0]
+            if isinstance(state, Tensor) and state.dim()
+            else 0
+        )
         first = "N" if call.state_indices is None else "slots"
         check_tensor("initial_state", state, (count, heads, rows, columns), dtypes, p.device, f"[{first}, {axes}]")
     if p.inplace:

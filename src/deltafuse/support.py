@@ -73,9 +73,9 @@ def _fla(problem: Problem, env: Environment) -> str | None:
     if problem.op.startswith("fused_recurrent"):
         if getattr(problem, "requires_grad", False):
             return "fla's recurrent ops have no gradient"
-        if getattr(problem, "pooled", False) and not getattr(problem, "inplace", False):
-            return "fla has no output of the state after every token"
-    if getattr(problem, "intermediate_states", False) and not torch.is_inference_mode_enabled():
+        if getattr(problem, "pooled", False):
+            return "fla reads and writes outside the pool at a slot of -1"
+    if getattr(problem, "intermediate_states", False) and not getattr(problem, "inference_mode", False):
         return "fla returns intermediate states under torch.inference_mode alone"
     return None
 

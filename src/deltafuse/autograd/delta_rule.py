@@ -64,7 +64,12 @@ def _chunk(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *
     with _without_autocast(q):
         o, state, kept, states = chunk_forward(tensors, DeltaOptions(*options), keep=keep, intermediate=intermediate)
     empty = _empty(q)
-    return o, state if final else empty, empty.clone() if kept is None else kept, empty.clone() if states is None else states
+    return (
+        o,
+        state if final else empty,
+        empty.clone() if kept is None else kept,
+        empty.clone() if states is None else states,
+    )
 
 
 def _state_shape(q: Tensor, v: Tensor, cu: Tensor | None, v_first: bool) -> tuple[int, ...]:
@@ -141,7 +146,7 @@ def _recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, earl
 
 @_recurrent.register_fake
 def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
-    *options, gv, final = rest
+    *options, _gv, final = rest
     state = q.new_empty(_state_shape(q, v, cu, DeltaOptions(*options).state_v_first), dtype=compute_dtype(q.dtype))
     return torch.empty_like(v, memory_format=torch.contiguous_format), state if final else _empty(q)
 
@@ -182,7 +187,9 @@ def _recurrent_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 def _recurrent_grad(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
     if ctx.per_value:
-        raise NotImplementedError("fused_recurrent ops have no gradient with a gate (`gv`) or `beta` per value dimension")
+        raise NotImplementedError(
+            "fused_recurrent ops have no gradient with a gate (`gv`) or `beta` per value dimension"
+        )
     grads = _gradients(ctx, grad_o, grad_state if ctx.final else None)
     return *grads, *([None] * (3 + 9 + 2))
 

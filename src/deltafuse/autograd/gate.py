@@ -50,7 +50,7 @@ def _gate_backward(g, a_log, dt_bias, gate, lower_bound, grad):  # type: ignore[
     empty = g.new_empty(0)
     return (
         draw.to(g.dtype).contiguous(),
-        empty if a_log is None else da.reshape(-1, *g.shape[-2:]).sum((0, 2)).to(a_log.dtype),
+        empty if a_log is None or da is None else da.reshape(-1, *g.shape[-2:]).sum((0, 2)).to(a_log.dtype),
         empty.clone() if dt_bias is None else draw.reshape(-1, *g.shape[-2:]).sum(0).flatten().to(dt_bias.dtype),
     )
 

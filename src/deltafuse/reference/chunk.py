@@ -5,7 +5,8 @@
     S <- exp(P_C) S + (k exp(suffix))^T v'                 serial over chunks
     o  = s (q exp(P)) S + s A_qk v'
 
-with P, the suffix sums and the products A from `decay`. A window of 8 chunks of every sequence is in memory at a time. The forward pass keeps
+with P, the suffix sums and the products A from `decay`. A window of 8 chunks of every sequence is in memory at a time. The forward
+pass keeps
 the states at some borders of chunks (`DeltaOptions.keep_every`); the backward pass goes through the windows in reverse, computes
 each again from its first state, and keeps no tape, so memory is linear in the number of tokens with a small factor.
 
@@ -290,7 +291,8 @@ def chunk_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`(o, final state, kept states, states at the start of every chunk)`; the last two are None unless asked for.
 
-    o has q's dtype, the final state `[N, HV, K, V]` and the kept ones are float32 (float64); the intermediate states `[B, NT, HV, K, V]` have q's dtype.
+    o has q's dtype, the final state `[N, HV, K, V]` and the kept ones are float32 (float64); the intermediate states `[B, NT, HV,
+    K, V]` have q's dtype.
     """
     call = _Chunked(tensors, options)
     layout = call.layout
@@ -370,6 +372,8 @@ def chunk_backward(
     return DeltaGradients(
         **{name: tokens.result(shapes[name]) for name, tokens in grads.items()},
         a_log=None if tensors.a_log is None or da_log is None else da_log.view_as(tensors.a_log).to(tensors.a_log),
-        dt_bias=None if tensors.dt_bias is None or ddt_bias is None else ddt_bias.view_as(tensors.dt_bias).to(tensors.dt_bias),
+        dt_bias=None
+        if tensors.dt_bias is None or ddt_bias is None
+        else ddt_bias.view_as(tensors.dt_bias).to(tensors.dt_bias),
         initial_state=call.state_out(dstate),
     )

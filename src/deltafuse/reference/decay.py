@@ -9,7 +9,8 @@ of `2m` rows that has `j` in its upper (earlier) and `i` in its lower half:
 Log decays are at most 0, so both factors are at most 1 and each is 0 only where the product is (below rounding). No factor of row
 `i` reads a later row. All blocks of one size are one batched product, so a chunk of C rows takes log2(C) of them.
 
-The factors of size `2m` are those of size `m` times the decay over a half: one exponential a row, no difference of large sums. A gate of -1000
+The factors of size `2m` are those of size `m` times the decay over a half: one exponential a row, no difference of large sums. A
+gate of -1000
 leaves the precision of its neighbours alone, and `-inf` gives 0, not NaN. The gradient runs back through the same tree, as
 gradients of exponents, which only add.
 
@@ -63,7 +64,8 @@ def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Ten
     """`(A [X, 2, C, C], prefix, suffix [X, C, Kg])` of q, k `[X, C, K]` and log decays g.
 
     `A[0, i, j] = sum_d q[i] k[j] exp(g_{j+1} + ... + g_i)` for `i >= j`, and `A[1, i, j]` the same with k for q for `i > j`; else 0.
-    `prefix` is the decay from the chunk's start through row i (its last row: the chunk's), `suffix` that from after row j to the chunk's end.
+    `prefix` is the decay from the chunk's start through row i (its last row: the chunk's), `suffix` that from after row j to the
+    chunk's end.
     """
     x, c, dim = q.shape
     scores = q.new_zeros(x, 2, c, c)

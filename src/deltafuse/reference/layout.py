@@ -63,10 +63,10 @@ def chunk_layout(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int,
     rows = rows.masked_fill(inside >= remaining[:, None], batch * tokens)
     first_chunk = torch.cat([torch.zeros(1, dtype=torch.int64), chunks.cumsum(0)])[:-1]
     return ChunkLayout(
-        order=order.to(device),
+        order=order.to(device, non_blocking=True),
         offsets=offsets.tolist(),
-        tokens=rows.to(device),
+        tokens=rows.to(device, non_blocking=True),
         padded=(remaining < chunk).tolist(),
-        sequence_major=(first_chunk[sequence] + step).to(device),
+        sequence_major=(first_chunk[sequence] + step).to(device, non_blocking=True),
         total_tokens=batch * tokens,
     )

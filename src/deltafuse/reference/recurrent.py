@@ -19,12 +19,14 @@ from .options import DeltaOptions, compute_dtype
 
 
 def delta_step(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gv: Tensor | None, scale: float
+    state: Tensor, token: tuple[Tensor, ...], scale: float, gv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One token of every sequence: `(o [N, HV, V], new state [N, HV, K, V])`.
 
-    q, k `[N, HV, K]`; v `[N, HV, V]`; g `[N, HV, K or 1]`; beta `[N, HV, 1 or V]`; gv `[N, HV, V]`, a decay per value dimension.
+    token is q, k, v, g, beta: q, k `[N, HV, K]`; v `[N, HV, V]`; g `[N, HV, K or 1]`; beta `[N, HV, 1 or V]`; gv `[N, HV, V]`, a
+    decay per value dimension.
     """
+    q, k, v, g, beta = token
     state = state * g.exp().unsqueeze(-1)
     if gv is not None:
         state = state * gv.exp().unsqueeze(-2)
@@ -51,30 +53,33 @@ def _prepared(tensors: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, ...
 
 def recurrent_forward(tensors: DeltaTensors, options: DeltaOptions, gv: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`(o [B, T, HV, V] in q's dtype, final state in float32 or float64)`."""
-    q, k, v, g, beta = _prepared(tensors, options)
+    prepared = _prepared(tensors, options)
+    q, _, v, *_ = prepared
     if gv is not None:
         gv = gv.to(q.dtype).flatten(0, 1)
     batch, total = tensors.q.shape[:2]
     starts, lengths = sequence_bounds(batch, total, tensors.cu_seqlens)
     order = torch.argsort(lengths, descending=True, stable=True)
-    starts, lengths = starts[order].to(q.device), lengths[order]
+    starts, lengths = starts[order].to(q.device, non_blocking=True), lengths[order]
     state = tensors.initial_state
     if state is None:
         state = q.new_zeros(order.numel(), q.shape[1], q.shape[2], v.shape[2])
     else:
         state = state.transpose(-1, -2) if options.state_v_first else state
-        state = state.to(q.dtype).index_select(0, order.to(state.device))
+        state = state.to(q.dtype).index_select(0, order.to(state.device, non_blocking=True))
     longest = int(lengths[0]) if lengths.numel() else 0
     running = lengths.numel() - torch.searchsorted(lengths.flip(0), torch.arange(longest), right=True)
     outputs, places, finished = [], [], []
     for step, n in enumerate(running.tolist()):
         finished.append(state[n:])
         at = starts[:n] + step
-        token = [x.index_select(0, at) for x in (q, k, v, g, beta)]
-        o, state = delta_step(state[:n], *token, None if gv is None else gv.index_select(0, at), options.scale)
+        token = tuple(x.index_select(0, at) for x in prepared)
+        o, state = delta_step(state[:n], token, options.scale, None if gv is None else gv.index_select(0, at))
         outputs.append(o)
         places.append(at)
-    final = torch.cat([state, *reversed(finished)]).index_select(0, torch.argsort(order).to(q.device))
+    final = torch.cat([state, *reversed(finished)]).index_select(
+        0, torch.argsort(order).to(q.device, non_blocking=True)
+    )
     final = final.transpose(-1, -2) if options.state_v_first else final
     o = torch.zeros_like(v)
     if outputs:
@@ -95,12 +100,14 @@ def recurrent_serve(
 
     pool `[slots, HV, K, V]` (`state_v_first`: `[slots, HV, V, K]`). indices `[N]`: the one slot of a sequence, written after its
     last token; `[N, S]`: token `t` writes slot `indices[n, t]`, and the first state is read from `indices[n, accepted[n] - 1]`
-    (`accepted` absent: from `indices[n, 0]`). A slot of -1 is none: a sequence that starts from it gives 0 and writes nothing, a token that has it as
+    (`accepted` absent: from `indices[n, 0]`). A slot of -1 is none: a sequence that starts from it gives 0 and writes nothing, a
+    token that has it as
     its own is computed and not stored. token_states `[B * T, HV, K, V]` takes the state after every token.
     """
-    q, k, v, g, beta = _prepared(tensors, options)
+    prepared = _prepared(tensors, options)
+    q, _, v, *_ = prepared
     batch, total = tensors.q.shape[:2]
-    starts, lengths = (x.to(q.device) for x in sequence_bounds(batch, total, tensors.cu_seqlens))
+    starts, lengths = (x.to(q.device, non_blocking=True) for x in sequence_bounds(batch, total, tensors.cu_seqlens))
     slots = indices.to(torch.int64)
     per_token = slots.dim() == 2
     slots = slots if per_token else slots.unsqueeze(1)
@@ -118,7 +125,7 @@ def recurrent_serve(
     for step in range(int(lengths.max()) if lengths.numel() else 0):
         still = (lengths > step).nonzero().squeeze(1)
         at = starts[still] + step
-        o, new = delta_step(state[still], *(x[at] for x in (q, k, v, g, beta)), None, options.scale)
+        o, new = delta_step(state[still], tuple(x[at] for x in prepared), options.scale)
         flat_out[at] = o.to(out.dtype)
         state = state.index_copy(0, still, new)
         outer = new.transpose(-1, -2) if options.state_v_first else new

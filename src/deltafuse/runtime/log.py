@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache
 
-import torch
+from .constant import constant
 
 logger = logging.getLogger("deltafuse")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log(level: int, message: str, *args: str) -> None:
     logger.log(level, message, *args)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def log_once(level: int, message: str, *args: str) -> None:
     """Log a message the first time that a process comes by it; under torch.compile, at tracing time."""
     _log(level, message, *args)

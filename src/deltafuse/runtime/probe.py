@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
+
+from .constant import constant
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ def _version(module: str, *distributions: str) -> str | None:
     return "unknown"
 
 
-@lru_cache(maxsize=None)
+@cache
 def packages() -> tuple[str | None, str | None]:
     """Versions of fla and of the CuTe DSL, None where not installed."""
     return _version("fla", "fla-core", "flash-linear-attention"), _version("cutlass", "nvidia-cutlass-dsl")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _environment(kind: str, index: int | None) -> Environment:
     fla, dsl = packages()
     if kind == "cuda" and torch.cuda.is_available():
@@ -57,7 +59,7 @@ def _environment(kind: str, index: int | None) -> Environment:
     return Environment(kind, name="CPU" if kind == "cpu" else kind, fla=fla, dsl=dsl)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def environment(kind: str, index: int | None) -> Environment:
     """The environment of a torch device, given as its type and index; asked once, a constant to torch.compile."""
     return _environment(kind, index)

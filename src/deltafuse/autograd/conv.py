@@ -1,0 +1,187 @@
+"""The custom ops of the short convolution: what runs, what a fake tensor sees, and the gradients.
+
+Absent tensors are empty inside the ops and None outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import check_bounds
+from ..problem_conv import ConvCall, ConvUpdateCall
+from ..reference.conv import conv_backward, conv_forward, conv_update
+from ..support import Plan
+
+_PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+
+
+def _bounds(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, *, check: bool) -> Tensor | None:
+    """Sequence bounds beside x, of which the copy on the CPU is looked at, so that no device is waited for."""
+    host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    if host is None:
+        return None
+    if check:
+        check_bounds(host, x.shape[1])
+    return host if host.device == x.device else cu_seqlens
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """The arithmetic inside is float32 whatever surrounds the call."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+@torch.library.custom_op(
+    "deltafuse::causal_conv1d_fwd",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, "
+    f"{_PACKING}, bool silu, bool output_final_state) -> (Tensor, Tensor)",
+)
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    silu: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu, check=True)
+    with _without_autocast(x):
+        y, state = conv_forward(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+    return y, x.new_empty(0) if state is None else state
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    silu: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = x.new_empty((count, *weight.shape) if output_final_state else 0)
+    return x.new_empty(x.shape), state
+
+
+@torch.library.custom_op(
+    "deltafuse::causal_conv1d_bwd",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+    f"{_PACKING}, bool silu, Tensor? grad_y, Tensor? grad_state, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    silu: bool,
+    grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu, check=False)
+    with _without_autocast(x):
+        grads = conv_backward(x, weight, bias, initial_state, bounds, silu, grad_y, grad_state, needs)
+    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
+
+
+@_backward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    silu: bool,
+    grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    of = zip((x, weight, bias, initial_state), needs, strict=True)
+    return tuple(t.new_empty(t.shape) if t is not None and need else x.new_empty(0) for t, need in of)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, ctx.silu, ctx.final = inputs
+    ctx.set_materialize_grads(False)
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+
+
+def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_x, need_weight, need_bias, need_residual, need_state = ctx.needs_input_grad[:5]
+    needs = [need_x, need_weight, need_bias, need_state]
+    grads: list[Tensor | None] = [None] * 4
+    if any(needs):
+        found = torch.ops.deltafuse.causal_conv1d_bwd(
+            *ctx.saved_tensors, ctx.silu, grad_y, grad_state if ctx.final else None, needs
+        )
+        grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+    grad_x, grad_weight, grad_bias, grad_initial = grads
+    grad_residual = grad_y.to(ctx.residual_dtype) if need_residual and grad_y is not None else None
+    return grad_x, grad_weight, grad_bias, grad_residual, grad_initial, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+@torch.library.custom_op(
+    "deltafuse::causal_conv1d_update",
+    mutates_args=("cache",),
+    schema="(Tensor x, Tensor(a!) cache, Tensor weight, Tensor? bias, Tensor? residual, bool silu) -> Tensor",
+)
+def _update(
+    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool
+) -> Tensor:
+    with torch.no_grad(), _without_autocast(x):
+        return conv_update(x, cache, weight, bias, residual, silu)
+
+
+@_update.register_fake
+def _(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """Run a convolution on the plan's backend: `(y, final state or None)`."""
+    p = call.problem
+    if plan.backend == "fla":
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        y, state = causal_conv1d(
+            call.x, call.weight, call.bias, call.residual, call.initial_state, p.output_final_state,
+            "silu" if p.silu else None, cu_seqlens=call.cu_seqlens, cu_seqlens_cpu=call.cu_seqlens_cpu,
+            chunk_indices=call.chunk_indices, cp_context=call.cp_context,
+        )  # fmt: skip
+    else:
+        y, state = torch.ops.deltafuse.causal_conv1d_fwd(
+            call.x, call.weight, call.bias, call.residual, call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu,
+            p.silu, p.output_final_state,
+        )  # fmt: skip
+    return y.view(call.shape), state if p.output_final_state else None
+
+
+def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Run an update on the plan's backend: `(y, cache)`."""
+    p = call.problem
+    if plan.backend == "fla":
+        from fla.modules.causal_conv1d import causal_conv1d_update
+
+        activation = "silu" if p.silu else None
+        y, _ = causal_conv1d_update(call.x, call.cache, call.residual, call.weight, call.bias, activation)
+    else:
+        y = torch.ops.deltafuse.causal_conv1d_update(call.x, call.cache, call.weight, call.bias, call.residual, p.silu)
+    return y.view(call.shape), call.cache

@@ -1,0 +1,197 @@
+"""Arguments of the short convolution, parsed and checked once: see `problem`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .problem import check_packing, check_tensor, describe, fail
+
+_FLA_BACKENDS = ("triton", "cuda", "mix")
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """All of a convolution call but its tensors; `tokens` is 1 and `batch` the number of sequences in an update."""
+
+    op: str
+    device: torch.device
+    batch: int
+    tokens: int
+    channels: int
+    width: int
+    sequences: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    silu: bool = False
+    has_bias: bool = False
+    has_residual: bool = False
+    has_initial_state: bool = False
+    output_final_state: bool = False
+    packed: bool = False
+    context_parallel: bool = False
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class ConvCall:
+    """A checked `causal_conv1d` call: x and the residual as `[B, T, D]`, `shape` as the caller has them."""
+
+    problem: ConvProblem
+    shape: torch.Size
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_cpu: Tensor | None = None
+    chunk_indices: Tensor | None = None
+    cp_context: Any = None
+
+
+@dataclass(frozen=True)
+class ConvUpdateCall:
+    """A checked `causal_conv1d_update` call: x and the residual as `[N, D]`, `shape` as the caller has them."""
+
+    problem: ConvProblem
+    shape: torch.Size
+    x: Tensor
+    cache: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+
+def conv_backend(backend: str | None) -> str | None:
+    """The backend asked for: a name of fla's own kernels asks for none of ours in particular."""
+    return None if backend in _FLA_BACKENDS else backend
+
+
+def _silu(activation: object) -> bool:
+    if activation is not None and activation not in ("silu", "swish"):
+        fail("activation", describe(activation), "None, 'silu' or 'swish'")
+    return activation is not None
+
+
+def _parameters(x: Tensor, weight: object, bias: object) -> tuple[Tensor, Tensor | None]:
+    weight = check_tensor("weight", weight, device=x.device, axes="[D, W]")
+    if weight.dim() != 2 or 0 in weight.shape:
+        fail("weight", describe(weight), "shape [D, W] with D, W >= 1")
+    if bias is None:
+        return weight, None
+    return weight, check_tensor("bias", bias, weight.shape[:1], device=x.device, axes="[D]")
+
+
+def _residual(residual: object, x: Tensor, flat: torch.Size, axes: str) -> Tensor | None:
+    """The residual in the flattened form of x; the caller's may have x's shape or the flattened one."""
+    if residual is None:
+        return None
+    same = isinstance(residual, Tensor) and residual.shape == x.shape
+    return check_tensor("residual", residual, x.shape if same else flat, device=x.device, axes=axes).reshape(flat)
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def parse_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    cp_context: Any,
+) -> ConvCall:
+    """Check one call of `causal_conv1d`."""
+    check_tensor("x", x, axes="[B, T, D]")
+    weight, bias = _parameters(x, weight, bias)
+    channels, width = weight.shape
+    if x.dim() < 3 or math.prod(x.shape[2:]) != channels:
+        fail("x", describe(x), f"shape [B, T, D], or [B, T, H, D / H], with D = {channels} as in weight")
+    flat = x.flatten(2)
+    batch, tokens = x.shape[:2]
+    if cp_context is not None:
+        if initial_state is not None or output_final_state:
+            fail("cp_context", "a context with states", "no `initial_state` and no `output_final_state`")
+        # The context says how the sequences lie, on all ranks together.
+        cu_seqlens = cu_seqlens_cpu = None
+    sequences = check_packing(cu_seqlens, cu_seqlens_cpu, batch, x.device)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, (sequences, channels, width), device=x.device, axes="[N, D, W]")
+    residual = _residual(residual, x, flat.shape, "[B, T, D]")
+    problem = ConvProblem(
+        op="causal_conv1d",
+        device=x.device,
+        batch=batch,
+        tokens=tokens,
+        channels=channels,
+        width=width,
+        sequences=sequences,
+        dtype=x.dtype,
+        weight_dtype=weight.dtype,
+        silu=_silu(activation),
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        has_initial_state=initial_state is not None,
+        output_final_state=bool(output_final_state),
+        packed=cu_seqlens is not None,
+        context_parallel=cp_context is not None,
+        requires_grad=_wants_gradients(x, weight, bias, residual, initial_state),
+    )
+    return ConvCall(
+        problem, x.shape, flat, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        cp_context,
+    )  # fmt: skip
+
+
+def parse_conv_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+) -> ConvUpdateCall:
+    """Check one call of `causal_conv1d_update`."""
+    check_tensor("x", x, axes="[N, D], [1, N, D] or [N, 1, D]")
+    weight, bias = _parameters(x, weight, bias)
+    channels, width = weight.shape
+    rows = x.shape[:1] if x.dim() == 2 else x.shape[:2]
+    if x.dim() < 2 or math.prod(x.shape[len(rows) :]) != channels or (len(rows) == 2 and 1 not in rows):
+        fail("x", describe(x), f"shape [N, D], [1, N, D] or [N, 1, D], with D = {channels} as in weight")
+    flat = x.reshape(math.prod(rows), channels)
+    sequences = flat.shape[0]
+    check_tensor("cache", cache, (sequences, channels, width), device=x.device, axes="[N, D, W]")
+    if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+        fail("cache", f"strides {list(cache.stride())}", "a tensor with memory for every element, as it is written")
+    residual = _residual(residual, x, flat.shape, "[N, D]")
+    if _wants_gradients(x, cache, weight, bias, residual):
+        instead = "use torch.no_grad, or causal_conv1d with initial_state"
+        fail("cache", "a call where gradients are wanted", f"calls without, as it is overwritten ({instead})")
+    problem = ConvProblem(
+        op="causal_conv1d_update",
+        device=x.device,
+        batch=sequences,
+        tokens=1,
+        channels=channels,
+        width=width,
+        sequences=sequences,
+        dtype=x.dtype,
+        weight_dtype=weight.dtype,
+        silu=_silu(activation),
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        has_initial_state=True,
+        output_final_state=True,
+    )
+    return ConvUpdateCall(problem, x.shape, flat, cache, weight, bias, residual)

@@ -18,6 +18,9 @@ from .runtime.probe import Environment
 
 BACKENDS = ("cute", "fla", "torch")
 
+GRID_LIMIT = 65_535
+"""Blocks that CUDA's second and third grid dimension hold."""
+
 
 class UnsupportedError(ValueError):
     """A backend was asked for that cannot take the call."""
@@ -75,8 +78,26 @@ def _fla(problem: Problem, env: Environment) -> str | None:
             return "fla's recurrent ops have no gradient"
         if getattr(problem, "pooled", False):
             return "fla reads and writes outside the pool at a slot of -1"
+    if problem.op == "causal_conv1d":
+        return _fla_conv(problem)
     if getattr(problem, "intermediate_states", False) and not getattr(problem, "inference_mode", False):
         return "fla returns intermediate states under torch.inference_mode alone"
+    return None
+
+
+def _fla_conv(problem: Problem) -> str | None:
+    """Where fla 0.6.0's convolution gives wrong gradients or cannot be launched."""
+
+    def has(field: str) -> bool:
+        return bool(getattr(problem, field, False))
+
+    if has("requires_grad") and has("output_final_state"):
+        return "fla's gradient of x misses a final state's oldest row"
+    if has("requires_grad") and has("packed") and has("has_initial_state"):
+        return "fla's gradient of the initial state is wrong for empty packed sequences"
+    rows = getattr(problem, "sequences", problem.batch) + problem.tokens // 64
+    if rows > GRID_LIMIT:
+        return f"fla's grid holds {GRID_LIMIT} blocks of tokens, not {rows}"
     return None
 
 

@@ -1,0 +1,1 @@
+"""The commands: options, tables and exit codes; the work is done by the modules beside this folder."""

@@ -9,6 +9,7 @@ Backends in order of preference:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,9 +81,18 @@ def _fla(problem: Problem, env: Environment) -> str | None:
             return "fla reads and writes outside the pool at a slot of -1"
     if problem.op == "causal_conv1d":
         return _fla_conv(problem)
+    gated = problem.op == "chunk_gated_delta_rule" and getattr(problem, "requires_grad", False)
+    if gated and env.capability == (9, 0) and (3, 4, 0) <= _release(env.triton) < (3, 7, 1):
+        return f"fla refuses this gradient on Hopper with Triton {env.triton} (from 3.4.0 to before 3.7.1)"
     if getattr(problem, "intermediate_states", False) and not getattr(problem, "inference_mode", False):
         return "fla returns intermediate states under torch.inference_mode alone"
     return None
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """The numbers of a version such as "3.6.0+git1"; empty where it is unknown."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version or "")
+    return tuple(int(x or 0) for x in match.groups()) if match else ()
 
 
 def _fla_conv(problem: Problem) -> str | None:

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention 0.6")
 
 CASES = quick_cases()
-# fla tunes itself for seconds to minutes for each new family of shapes, so a few cases stand for the rest.
+# fla compiles for seconds for each new family of shapes, so a few cases stand for the rest.
 FLA_CASES = [
     next(case for case in CASES if (case.spec.op, case.name) == wanted)
     for wanted in (
         ("chunk_kda", "states, T 500"),
-        ("chunk_gated_delta_rule", "plain"),
+        ("fused_recurrent_gated_delta_rule", "gate per value"),
         ("fused_kda_gate", "softplus"),
         ("causal_conv1d", "all arguments"),
         ("causal_conv1d_update", "all arguments"),

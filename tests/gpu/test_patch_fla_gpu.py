@@ -19,14 +19,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 OUTPUT, GRADIENT, GATE = 0.005, 0.008, 0.02
 
 
-@pytest.fixture(autouse=True)
-def _without_autotuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fla tries dozens of launch settings for every new shape, minutes of compilation; any of them computes the same."""
-    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
-    prune = autotuner.prune_configs
-    monkeypatch.setattr(autotuner, "prune_configs", lambda *args, **kwargs: prune(*args, **kwargs)[:1])
-
-
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of our ops that ran for fla, in order."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem import DeltaCall, GateCall
+from ..problem import DeltaCall, GateCall, check_bounds
 
 
 def _common(call: DeltaCall) -> dict[str, Any]:
@@ -27,6 +27,10 @@ def _common(call: DeltaCall) -> dict[str, Any]:
 def chunk(call: DeltaCall) -> Any:
     """`fla.ops.kda.chunk_kda` or `fla.ops.gated_delta_rule.chunk_gated_delta_rule`."""
     p = call.problem
+    bounds = call.cu_seqlens if call.cu_seqlens_cpu is None else call.cu_seqlens_cpu
+    # A call for a CUDA graph, whose bounds lie on the device alone, must not wait for it.
+    if bounds is not None and not p.context_parallel and not (p.use_graph and call.cu_seqlens_cpu is None):
+        check_bounds(bounds, p.tokens, may_end_early=p.use_graph)
     arguments = _common(call)
     arguments.update(cu_seqlens_cpu=call.cu_seqlens_cpu, chunk_size=p.chunk_size, cp_context=call.cp_context)
     if not p.per_key:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -12,25 +11,16 @@ from deltafuse import __version__
 from deltafuse.runtime.probe import environment, packages
 
 
-def _triton() -> str | None:
-    for name in ("triton", "pytorch-triton"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def versions() -> dict[str, str | None]:
     """Versions of what decides a result; None where not installed. Nothing is imported for it."""
-    fla, dsl = packages()
+    installed = packages()
     return {
         "deltafuse": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "fla": fla,
-        "CuTe DSL": dsl,
-        "triton": _triton(),
+        "fla": installed["fla"],
+        "CuTe DSL": installed["dsl"],
+        "triton": installed["triton"],
     }
 
 

@@ -82,13 +82,13 @@ def parse_machine(text: str | None, fla: bool | None = None, dsl: bool | None = 
 
     `fla` and `dsl` say whether they are taken as installed there; None: as they are here.
     """
-    versions = tuple(
-        known if wanted is None else (known or "installed") if wanted else None
-        for known, wanted in zip(packages(), (fla, dsl), strict=True)
-    )
+    versions = dict(packages())
+    for package, wanted in (("fla", fla), ("dsl", dsl)):
+        if wanted is not None:
+            versions[package] = (versions[package] or "installed") if wanted else None
     if text is not None and text.lower() in MACHINES:
         name, capability = MACHINES[text.lower()]
-        return Environment("cuda", capability, name, *versions)
+        return Environment("cuda", capability, name, **versions)
     if text != "cuda":  # a GPU, whatever it is, can be asked about where there is none
         try:
             device = parse_device(text)
@@ -97,7 +97,7 @@ def parse_machine(text: str | None, fla: bool | None = None, dsl: bool | None = 
     else:
         device = torch.device("cuda")
     known = environment(device.type, device.index)
-    return Environment(known.device, known.capability, known.name, *versions)
+    return Environment(known.device, known.capability, known.name, **versions)
 
 
 def parse_sizes(text: str, form: str) -> list[int]:

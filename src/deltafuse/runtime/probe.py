@@ -16,7 +16,7 @@ from .constant import constant
 class Environment:
     """A device and the packages beside it: all that `support` decides by, so that any machine can be described in a test.
 
-    `capability` is CUDA's compute capability, `(9, 0)` for Hopper; `fla` and `dsl` are versions, None where not installed.
+    `capability` is CUDA's compute capability, `(9, 0)` for Hopper; `fla`, `dsl` and `triton` are versions, None where not installed.
     """
 
     device: str
@@ -24,6 +24,7 @@ class Environment:
     name: str = ""
     fla: str | None = None
     dsl: str | None = None
+    triton: str | None = None
 
     @property
     def title(self) -> str:
@@ -44,19 +45,22 @@ def _version(module: str, *distributions: str) -> str | None:
 
 
 @cache
-def packages() -> tuple[str | None, str | None]:
-    """Versions of fla and of the CuTe DSL, None where not installed."""
-    return _version("fla", "fla-core", "flash-linear-attention"), _version("cutlass", "nvidia-cutlass-dsl")
+def packages() -> dict[str, str | None]:
+    """Versions of fla, the CuTe DSL and Triton, None where not installed."""
+    return {
+        "fla": _version("fla", "fla-core", "flash-linear-attention"),
+        "dsl": _version("cutlass", "nvidia-cutlass-dsl"),
+        "triton": _version("triton", "triton", "pytorch-triton"),
+    }
 
 
 @cache
 def _environment(kind: str, index: int | None) -> Environment:
-    fla, dsl = packages()
     if kind == "cuda" and torch.cuda.is_available():
         return Environment(
-            kind, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index), fla=fla, dsl=dsl
+            kind, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index), **packages()
         )
-    return Environment(kind, name="CPU" if kind == "cpu" else kind, fla=fla, dsl=dsl)
+    return Environment(kind, None, "CPU" if kind == "cpu" else kind, **packages())
 
 
 @constant

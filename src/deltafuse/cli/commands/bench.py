@@ -93,7 +93,7 @@ def bench(
     given = parse_list(shapes or [], ";")
     names = _backends(backends, on_cpu)
     _check_files(csv, png)
-    peer = peer or ("fla" if "fla" in names and packages()[0] and not on_cpu else names[-1])
+    peer = peer or ("fla" if "fla" in names and packages()["fla"] and not on_cpu else names[-1])
     if peer not in names:
         allowed = f"{', '.join(names)} (the backends that are timed)"
         raise typer.BadParameter(f"got {peer!r}; allowed: {allowed}", param_hint="'--peer'")

@@ -103,6 +103,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    cu_seqlens_cpu: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -131,6 +132,6 @@ def fused_recurrent_gated_delta_rule(
         initial_state=initial_state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, transpose_state_layout=transpose_state_layout,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, gv=gv,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, A_log=A_log, dt_bias=dt_bias, gv=gv,
     )  # fmt: skip
     return delta_rule.recurrent(call, plan(call.problem, call.problem.device, backend))

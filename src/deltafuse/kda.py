@@ -116,6 +116,7 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    cu_seqlens_cpu: Tensor | None = None,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
@@ -153,8 +154,8 @@ def fused_recurrent_kda(
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=state_v_first,
-        transpose_state_layout=transpose_state_layout, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
-        inplace_final_state=inplace_final_state, ssm_state_indices=ssm_state_indices,
+        transpose_state_layout=transpose_state_layout, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, A_log=A_log,
+        dt_bias=dt_bias, inplace_final_state=inplace_final_state, ssm_state_indices=ssm_state_indices,
         num_accepted_tokens=num_accepted_tokens, out=out,
     )  # fmt: skip
     return delta_rule.recurrent(call, plan(call.problem, call.problem.device, backend))

@@ -24,7 +24,7 @@ FLA_CASES = [
         ("chunk_kda", "states, T 500"),
         ("fused_recurrent_gated_delta_rule", "gate per value"),
         ("fused_kda_gate", "softplus"),
-        ("causal_conv1d", "all arguments"),
+        ("causal_conv1d", "width 2, silu"),
         ("causal_conv1d_update", "all arguments"),
     )
 ]

@@ -121,7 +121,7 @@ def problem_of(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple
     """The parsed problem and the device of a call that is checked but not run."""
     import deltafuse
 
-    name = op if isinstance(op, str) else op.__name__
+    name = op if isinstance(op, str) else getattr(op, "__name__", "")
     if name not in deltafuse.OPS:
         raise ValueError(f"`op`: got {op!r}; allowed: {', '.join(deltafuse.OPS)}")
     token = _explaining.set(True)

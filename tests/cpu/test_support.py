@@ -332,7 +332,7 @@ def test_explain_raises_what_the_op_raises() -> None:
     with pytest.raises(TypeError, match="'head_first'"):
         explain("chunk_kda", **call.tensors, head_first=True)
     for wrong in ("chunk_gla", "", 3, torch.nn.functional.linear):
-        with pytest.raises((ValueError, AttributeError), match=r"`op`: got|__name__"):
+        with pytest.raises(ValueError, match=r"`op`: got .*; allowed: chunk_kda, "):
             explain(wrong, **call.tensors)
     # And leaves nothing behind.
     assert isinstance(chunk_kda(**call.tensors)[0], Tensor)
@@ -486,6 +486,16 @@ def test_fla_gets_the_flags_that_change_no_result(fla: list[Any]) -> None:
     assert fla[-1][1]["chunk_size"] == 16
 
 
+@pytest.mark.parametrize("family", ["kda", "gdn"])
+def test_fla_gets_the_context_of_context_parallel(family: str, fla: list[Any]) -> None:
+    call = make(family, lengths=[3, 4], dtype=torch.float32)
+    context = SimpleNamespace(**call.flags)
+    # The stand-in notes the call; plain torch, which it asks, refuses it.
+    with pytest.raises(UnsupportedError, match="cp_context"):
+        Call(family, call.tensors).run(output_final_state=False, cp_context=context)
+    assert fla[-1][1]["cp_context"] is context
+
+
 def test_fla_gets_the_serving_form_that_it_can(fla: list[Any]) -> None:
     call = make("kda", T=3, initial=True, dtype=torch.float32)
     want = call.run(call.recurrent, backend="torch")
@@ -525,6 +535,10 @@ def test_bad_bounds_do_not_reach_fla(fla: list[Any]) -> None:
         call = make(family, lengths=[3, 4], dtype=torch.float32)
         with pytest.raises(ValueError, match="`cu_seqlens`: got 9 last"):
             call.run(cu_seqlens_cpu=torch.tensor([0, 3, 9]))
+        with pytest.raises(ValueError, match="`cu_seqlens`: got 9 last"):
+            call.run(cu_seqlens=torch.tensor([0, 3, 9]))
+        with pytest.raises(ValueError, match="`cu_seqlens`: got 9 last"):
+            call.run(call.recurrent, cu_seqlens_cpu=torch.tensor([0, 3, 9]))
     assert not fla
 
 

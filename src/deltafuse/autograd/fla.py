@@ -24,13 +24,18 @@ def _common(call: DeltaCall) -> dict[str, Any]:
     return arguments
 
 
+def _check_bounds(call: DeltaCall, may_wait: bool) -> None:
+    """fla takes bounds as they are. Those on the device alone are looked at where the call may wait for it, as none in a CUDA graph may."""
+    p = call.problem
+    bounds = call.cu_seqlens if call.cu_seqlens_cpu is None and may_wait else call.cu_seqlens_cpu
+    if bounds is not None and not p.context_parallel:
+        check_bounds(bounds, p.tokens, may_end_early=p.use_graph)
+
+
 def chunk(call: DeltaCall) -> Any:
     """`fla.ops.kda.chunk_kda` or `fla.ops.gated_delta_rule.chunk_gated_delta_rule`."""
     p = call.problem
-    bounds = call.cu_seqlens if call.cu_seqlens_cpu is None else call.cu_seqlens_cpu
-    # A call for a CUDA graph, whose bounds lie on the device alone, must not wait for it.
-    if bounds is not None and not p.context_parallel and not (p.use_graph and call.cu_seqlens_cpu is None):
-        check_bounds(bounds, p.tokens, may_end_early=p.use_graph)
+    _check_bounds(call, may_wait=not p.use_graph)
     arguments = _common(call)
     arguments.update(cu_seqlens_cpu=call.cu_seqlens_cpu, chunk_size=p.chunk_size, cp_context=call.cp_context)
     if not p.per_key:
@@ -49,6 +54,7 @@ def chunk(call: DeltaCall) -> Any:
 def recurrent(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
     """fla's recurrent ops; the serving form is its inner `fused_recurrent_kda_fwd`."""
     p = call.problem
+    _check_bounds(call, may_wait=False)
     arguments = _common(call)
     if p.op == "fused_recurrent_kda":
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd

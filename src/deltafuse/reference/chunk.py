@@ -202,7 +202,7 @@ class _Chunked:
         qx, kx, v = self.expand(q), self.expand(k), v.flatten(0, 1)
         g = g.flatten(0, 1)
         scores, prefix, suffix = decayed_scores(qx, kx, g)
-        identity = torch.eye(options.chunk_size, dtype=self.dtype, device=scores.device).expand_as(scores[:, 1])
+        identity = torch.eye(self.layout.chunk, dtype=self.dtype, device=scores.device).expand_as(scores[:, 1])
         inverse = torch.linalg.solve_triangular(scores[:, 1] * beta, identity, upper=False, unitriangular=True)
         wu = torch.bmm(inverse, torch.cat([beta * kx * prefix, beta * v], -1))
         return _Window(
@@ -318,7 +318,8 @@ def chunk_forward(
         o = torch.bmm(window.qg, h).baddbmm_(window.aqk, v_new)
         out.write(first, last, o.unflatten(0, (-1, call.value_heads)))
     if states is not None:
-        states = states.unflatten(0, (call.batch, -1)) if layout.offsets[-1] else states.unsqueeze(0)
+        chunks = layout.offsets[-1] if tensors.cu_seqlens is not None else -(-call.total // options.chunk_size)
+        states = states.view(call.batch, chunks, *states.shape[1:])
         states = states.transpose(-1, -2).contiguous() if options.state_v_first else states
     return out.result(tensors.v.shape), call.state_out(state), kept, states
 

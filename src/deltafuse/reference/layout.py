@@ -17,11 +17,13 @@ from torch import Tensor
 class ChunkLayout:
     """Index tables of a call.
 
+    `chunk`: rows of a chunk, fewer than asked for where every sequence fits into fewer.
     `order` `[N]`: sequence at each rank. `offsets` (steps + 1): first chunk of every step. `tokens` `[chunks, C]`: row of the
     flattened `[B * T]` token axis, or `B * T` where the chunk reaches past its sequence's end. `padded`: for every chunk
     whether it does. `sequence_major` `[chunks]`: the chunk's place when chunks are counted sequence by sequence.
     """
 
+    chunk: int
     order: Tensor
     offsets: list[int]
     tokens: Tensor
@@ -49,6 +51,9 @@ def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> tuple
 def chunk_layout(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int, device: torch.device) -> ChunkLayout:
     """Build the tables for `batch` sequences of `tokens` tokens, or for the packed sequences of `cu_seqlens`."""
     starts, lengths = sequence_bounds(batch, tokens, cu_seqlens)
+    longest = int(lengths.max()) if lengths.numel() else 0
+    # A sequence of one token (packed decoding) is a chunk of one row, not of 64; the decay tree wants powers of two.
+    chunk = min(chunk, 1 << max(longest - 1, 0).bit_length())
     chunks = (lengths + chunk - 1) // chunk
     order = torch.argsort(chunks, descending=True, stable=True)
     steps = int(chunks.max()) if chunks.numel() else 0
@@ -63,6 +68,7 @@ def chunk_layout(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int,
     rows = rows.masked_fill(inside >= remaining[:, None], batch * tokens)
     first_chunk = torch.cat([torch.zeros(1, dtype=torch.int64), chunks.cumsum(0)])[:-1]
     return ChunkLayout(
+        chunk=chunk,
         order=order.to(device, non_blocking=True),
         offsets=offsets.tolist(),
         tokens=rows.to(device, non_blocking=True),

@@ -52,7 +52,7 @@ def chunk_gated_delta_rule(
             `g = -exp(A_log) softplus(g + dt_bias)`.
         beta: `[B, T, HV]`, any float dtype; with `use_beta_sigmoid_in_kernel` it goes through a sigmoid, times 2 with `allow_neg_eigval`.
         scale: defaults to `K ** -0.5`.
-        initial_state: `[N, HV, K, V]` float32 (or float64 with float64 q), N the number of sequences; `[N, HV, V, K]` with `state_v_first`.
+        initial_state: `[N, HV, K, V]`, any float dtype, N the number of sequences; `[N, HV, V, K]` with `state_v_first`.
         output_final_state: return the state after the last token of every sequence.
         use_qk_l2norm_in_kernel: divide q and k by `sqrt(sum(x^2) + 1e-6)` first.
         state_v_first: all states are `[..., V, K]`. `transpose_state_layout` is its old name.

@@ -353,7 +353,8 @@ def _check_states(call: DeltaCall, recurrent: bool) -> None:
     _, heads, rows, columns = p.state_shape
     axes = "HV, V, K" if p.state_v_first else "HV, K, V"
     if state is not None:
-        dtypes = FLOATS if recurrent else (torch.float32,) + ((torch.float64,) if p.dtype == torch.float64 else ())
+        any_float = recurrent or not p.per_key  # as in fla: its chunked KDA alone insists on float32
+        dtypes = FLOATS if any_float else (torch.float32,) + ((torch.float64,) if p.dtype == torch.float64 else ())
         count = (
             p.sequences
             if call.state_indices is None

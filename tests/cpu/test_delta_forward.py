@@ -379,3 +379,32 @@ def test_positional_arguments() -> None:
     assert torch.equal(chunk_gated_delta_rule(q, k, v, g, beta)[0], call.run()[0])
     got = fused_recurrent_gated_delta_rule(q, k, v, g, None, None, beta)
     assert torch.equal(got[0], call.run(call.recurrent)[0])
+
+
+def test_a_long_sequence_does_not_pad_the_short_ones_beside_it() -> None:
+    """Packed lengths of every kind: sequences of a length class share chunks, so memory stays with the tokens."""
+    tensors = make("kda", lengths=[1] * 400 + [65] + [3] * 30, K=8, V=8)
+    whole = make("kda", lengths=[400 + 65 + 90], K=8, V=8)
+    found = []
+    for call in (tensors, whole):
+        with Largest() as largest:
+            chunk_forward(DeltaTensors(**call.tensors, cu_seqlens=call.flags["cu_seqlens"]), DeltaOptions(1.0))
+        found.append(largest.elements)
+    assert found[0] <= 2 * (found[1] + 431 * 64)
+    want = tensors.define()
+    o, state = tensors.run()
+    assert_near(o, want.o, EXACT, "o")
+    assert_near(state, want.final_state, EXACT, "state")
+
+
+def test_gated_delta_rule_takes_initial_states_of_any_float_dtype() -> None:
+    call = make("gdn", T=70, initial=True, dtype=torch.float32)
+    low = call.tensors["initial_state"].bfloat16()
+    want, want_state = call.with_tensors(initial_state=low.float()).run()
+    start = low.requires_grad_()
+    o, state = call.with_tensors(initial_state=start).run()
+    assert torch.equal(o, want)
+    assert torch.equal(state, want_state)
+    (grad,) = torch.autograd.grad(o.sum(), start)
+    assert grad.dtype == torch.bfloat16
+    assert grad.abs().sum() > 0

@@ -15,6 +15,7 @@ X counts (chunk, value head) pairs, C the rows of a chunk. Everything is float32
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from . import inputs
 from .decay import decayed_scores, decayed_scores_backward
-from .layout import ChunkLayout, chunk_layout
+from .layout import ChunkLayout, chunk_layouts
 from .options import CHUNKS_A_WINDOW, DeltaOptions, compute_dtype, kept_states
 
 
@@ -65,32 +66,33 @@ class _Tokens:
     A written one has one row more than there are tokens; rows past a sequence's end go there.
     """
 
-    def __init__(self, flat: Tensor, layout: ChunkLayout, dtype: torch.dtype) -> None:
-        self.flat, self.layout, self.dtype = flat, layout, dtype
+    def __init__(self, flat: Tensor, call: _Chunked, dtype: torch.dtype) -> None:
+        self.flat, self.call, self.dtype = flat, call, dtype
 
     @classmethod
-    def of(cls, x: Tensor, layout: ChunkLayout, dtype: torch.dtype) -> _Tokens:
+    def of(cls, x: Tensor, call: _Chunked) -> _Tokens:
         x = x if x.dim() == 4 else x.unsqueeze(-1)
-        return cls(x.reshape(layout.total_tokens, *x.shape[2:]), layout, dtype)
+        return cls(x.reshape(call.layout.total_tokens, *x.shape[2:]), call, call.dtype)
 
     @classmethod
-    def empty(cls, like: Tensor, layout: ChunkLayout) -> _Tokens:
+    def empty(cls, like: Tensor, call: _Chunked) -> _Tokens:
         tail = like.shape[2:] if like.dim() == 4 else (*like.shape[2:], 1)
         # Rows that no sequence covers (a packed call may end before T) stay 0.
-        return cls(like.new_zeros(layout.total_tokens + 1, *tail), layout, like.dtype)
+        return cls(like.new_zeros(call.layout.total_tokens + 1, *tail), call, like.dtype)
 
     def read(self, first: int, last: int) -> Tensor:
-        rows = self.layout.tokens[first:last]
-        pad = any(self.layout.padded[first:last])
-        index = rows.clamp(max=self.layout.total_tokens - 1) if pad else rows
+        layout = self.call.layout
+        rows = layout.tokens[first:last]
+        pad = any(layout.padded[first:last])
+        index = rows.clamp(max=layout.total_tokens - 1) if pad else rows
         picked = self.flat.index_select(0, index.flatten()).unflatten(0, rows.shape)
         if pad:
-            picked = picked.masked_fill_((rows == self.layout.total_tokens)[:, :, None, None], 0)
+            picked = picked.masked_fill_((rows == layout.total_tokens)[:, :, None, None], 0)
         out = torch.empty_like(picked.transpose(1, 2), dtype=self.dtype, memory_format=torch.contiguous_format)
         return out.copy_(picked.transpose(1, 2))
 
     def write(self, first: int, last: int, x: Tensor) -> None:
-        rows = self.layout.tokens[first:last].flatten()
+        rows = self.call.layout.tokens[first:last].flatten()
         self.flat.index_copy_(0, rows, x.transpose(1, 2).flatten(0, 1).to(self.dtype))
 
     def result(self, shape: torch.Size) -> Tensor:
@@ -123,7 +125,7 @@ class _Window:
 
 
 class _Chunked:
-    """One call: its tables, and what its windows share."""
+    """One call: its tables (`layout`: those of the sequences at work), and what its windows share."""
 
     def __init__(self, tensors: DeltaTensors, options: DeltaOptions) -> None:
         q, v = tensors.q, tensors.v
@@ -132,10 +134,9 @@ class _Chunked:
         self.batch, self.total = q.shape[0], q.shape[1]
         self.heads, self.key_dim = q.shape[2:]
         self.value_heads, self.value_dim = v.shape[2:]
-        self.layout = chunk_layout(self.batch, self.total, tensors.cu_seqlens, options.chunk_size, q.device)
-        self.readers = {
-            name: _Tokens.of(getattr(tensors, name), self.layout, self.dtype) for name in ("q", "k", "v", "g", "beta")
-        }
+        self.layouts = chunk_layouts(self.batch, self.total, tensors.cu_seqlens, options.chunk_size, q.device)
+        self.layout = self.layouts[0]
+        self.readers = {name: _Tokens.of(getattr(tensors, name), self) for name in ("q", "k", "v", "g", "beta")}
         self.a_log = None if tensors.a_log is None else tensors.a_log.to(self.dtype).view(-1, 1, 1)
         self.dt_bias = None
         if tensors.dt_bias is not None:
@@ -145,14 +146,22 @@ class _Chunked:
 
     def state_in(self, state: Tensor | None) -> Tensor:
         if state is None:
-            shape = (self.tensors.sequences, self.value_heads, self.key_dim, self.value_dim)
-            return self.tensors.q.new_zeros(shape, dtype=self.dtype)
+            return self.new_states(self.layout.order.numel())
         state = state.transpose(-1, -2) if self.options.state_v_first else state
         return state.index_select(0, self.layout.order).to(self.dtype)
 
-    def state_out(self, state: Tensor) -> Tensor:
-        out = torch.empty_like(state).index_copy_(0, self.layout.order, state)
-        return out.transpose(-1, -2).contiguous() if self.options.state_v_first else out
+    def new_states(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
+        shape = (count, self.value_heads, self.key_dim, self.value_dim)
+        return self.tensors.q.new_zeros(shape, dtype=dtype or self.dtype)
+
+    def state_out(self, states: Tensor) -> Tensor:
+        return states.transpose(-1, -2).contiguous() if self.options.state_v_first else states
+
+    def groups(self) -> Iterator[ChunkLayout]:
+        """Every layout in turn as the one at work."""
+        for layout in self.layouts:
+            self.layout = layout
+            yield layout
 
     def windows(self) -> list[range]:
         """Steps of every window; each but the first starts where a state is kept."""
@@ -295,33 +304,35 @@ def chunk_forward(
     K, V]` have q's dtype.
     """
     call = _Chunked(tensors, options)
-    layout = call.layout
-    state = call.state_in(tensors.initial_state)
-    out = _Tokens.empty(tensors.v, layout)
-    kept = None
-    if keep:
-        kept = state.new_zeros(kept_states(call.batch, call.total, options), *state.shape[1:])
-    rows = call.kept_rows()
-    states = state.new_empty(layout.offsets[-1], *state.shape[1:], dtype=tensors.q.dtype) if intermediate else None
-    for steps in call.windows():
-        first, last = call.span(steps)
-        window = call.prepare(steps)
-        h, v_new = call.scan(window, steps, state)
-        per_chunk = h.unflatten(0, (-1, call.value_heads))
-        if kept is not None:
+    out = _Tokens.empty(tensors.v, call)
+    final = call.new_states(tensors.sequences)
+    kept = call.new_states(kept_states(call.batch, call.total, options)) if keep else None
+    states = None
+    if intermediate:
+        chunks = -(-call.total // options.chunk_size)
+        if tensors.cu_seqlens is not None:
+            chunks = sum(layout.offsets[-1] for layout in call.layouts)
+        states = call.new_states(call.batch * chunks, tensors.q.dtype)
+    for layout in call.groups():
+        state = call.state_in(tensors.initial_state)
+        rows = call.kept_rows()
+        for steps in call.windows():
+            first, last = call.span(steps)
+            window = call.prepare(steps)
+            h, v_new = call.scan(window, steps, state)
+            per_chunk = h.unflatten(0, (-1, call.value_heads))
             for step in steps:
-                if step in rows:
+                if kept is not None and step in rows:
                     at = layout.offsets[step] - first
                     kept[rows[step]] = per_chunk[at : at + layout.active(step)]
-        if states is not None:
-            states[layout.sequence_major[first:last]] = per_chunk.to(states.dtype)
-        o = torch.bmm(window.qg, h).baddbmm_(window.aqk, v_new)
-        out.write(first, last, o.unflatten(0, (-1, call.value_heads)))
+            if states is not None:
+                states[layout.sequence_major[first:last]] = per_chunk.to(states.dtype)
+            o = torch.bmm(window.qg, h).baddbmm_(window.aqk, v_new)
+            out.write(first, last, o.unflatten(0, (-1, call.value_heads)))
+        final.index_copy_(0, layout.order, state)
     if states is not None:
-        chunks = layout.offsets[-1] if tensors.cu_seqlens is not None else -(-call.total // options.chunk_size)
-        states = states.view(call.batch, chunks, *states.shape[1:])
-        states = states.transpose(-1, -2).contiguous() if options.state_v_first else states
-    return out.result(tensors.v.shape), call.state_out(state), kept, states
+        states = call.state_out(states.view(call.batch, chunks, *states.shape[1:]))
+    return out.result(tensors.v.shape), call.state_out(final), kept, states
 
 
 def chunk_backward(
@@ -330,45 +341,48 @@ def chunk_backward(
     """Gradients of everything that `chunk_forward` read, from those of its output and final state."""
     call = _Chunked(tensors, options)
     heads = call.value_heads
-    dstate = call.state_in(dfinal)
-    initial = call.state_in(tensors.initial_state)
-    reader = _Tokens.of(do, call.layout, call.dtype)
-    grads = {name: _Tokens.empty(getattr(tensors, name), call.layout) for name in ("q", "k", "v", "g", "beta")}
+    reader = _Tokens.of(do, call)
+    grads = {name: _Tokens.empty(getattr(tensors, name), call) for name in ("q", "k", "v", "g", "beta")}
     da_log = None if call.a_log is None else torch.zeros_like(call.a_log)
     ddt_bias = None if call.dt_bias is None else torch.zeros_like(call.dt_bias)
-    rows = call.kept_rows()
-    for steps in reversed(call.windows()):
-        first, last = call.span(steps)
-        window = call.prepare(steps)
-        active = call.layout.active(steps.start)
-        state = kept[rows[steps.start]].clone() if steps.start else initial[:active].clone()
-        if options.keep_every == 1:
-            later = [kept[rows[step]] for step in steps[1:]]
-            h = torch.cat([state, *later]).flatten(0, 1)
-            w, u = window.wu.split([call.key_dim, call.value_dim], -1)
-            v_new = torch.baddbmm(u, w, h, alpha=-1)
-        else:
-            h, v_new = call.scan(window, steps, state)
-        do_window = reader.read(first, last).flatten(0, 1)
-        dv_new, dh_out = call.scan_backward(window, steps, do_window, dstate)
-        dqx, dkx, dv, dbeta, dg = call.prepare_backward(window, h, v_new, do_window, dv_new, dh_out)
-        dq, dk = call.reduce(dqx), call.reduce(dkx)
-        if window.q_rstd is not None and window.k_rstd is not None:
-            dq = inputs.l2norm_backward(window.q, window.q_rstd, dq)
-            dk = inputs.l2norm_backward(window.k, window.k_rstd, dk)
-        dg = dg.unflatten(0, (-1, heads))
-        padding = call.gate_padding(first, last)
-        if padding is not None:
-            dg = dg.masked_fill(padding, 0)
-        draw, da_elements = inputs.gate_backward(window.raw, call.a_log, call.dt_bias, dg, options)
-        if da_log is not None and da_elements is not None:
-            da_log += da_elements.sum((0, 2, 3)).view_as(da_log)
-        if ddt_bias is not None and options.gate != "log":
-            ddt_bias += draw.sum((0, 2)).view_as(ddt_bias)
-        dbeta = inputs.beta_backward(window.beta, dbeta, options)
-        for name, grad in zip(("q", "k", "v", "g", "beta"), (dq, dk, dv, draw, dbeta), strict=True):
-            grad = grad if name in "qkg" else grad.unflatten(0, (-1, heads))
-            grads[name].write(first, last, grad)
+    dinitial = call.new_states(tensors.sequences)
+    for layout in call.groups():
+        dstate = call.state_in(dfinal)
+        initial = call.state_in(tensors.initial_state)
+        rows = call.kept_rows()
+        for steps in reversed(call.windows()):
+            first, last = call.span(steps)
+            window = call.prepare(steps)
+            active = call.layout.active(steps.start)
+            state = kept[rows[steps.start]].clone() if steps.start else initial[:active].clone()
+            if options.keep_every == 1:
+                later = [kept[rows[step]] for step in steps[1:]]
+                h = torch.cat([state, *later]).flatten(0, 1)
+                w, u = window.wu.split([call.key_dim, call.value_dim], -1)
+                v_new = torch.baddbmm(u, w, h, alpha=-1)
+            else:
+                h, v_new = call.scan(window, steps, state)
+            do_window = reader.read(first, last).flatten(0, 1)
+            dv_new, dh_out = call.scan_backward(window, steps, do_window, dstate)
+            dqx, dkx, dv, dbeta, dg = call.prepare_backward(window, h, v_new, do_window, dv_new, dh_out)
+            dq, dk = call.reduce(dqx), call.reduce(dkx)
+            if window.q_rstd is not None and window.k_rstd is not None:
+                dq = inputs.l2norm_backward(window.q, window.q_rstd, dq)
+                dk = inputs.l2norm_backward(window.k, window.k_rstd, dk)
+            dg = dg.unflatten(0, (-1, heads))
+            padding = call.gate_padding(first, last)
+            if padding is not None:
+                dg = dg.masked_fill(padding, 0)
+            draw, da_elements = inputs.gate_backward(window.raw, call.a_log, call.dt_bias, dg, options)
+            if da_log is not None and da_elements is not None:
+                da_log += da_elements.sum((0, 2, 3)).view_as(da_log)
+            if ddt_bias is not None and options.gate != "log":
+                ddt_bias += draw.sum((0, 2)).view_as(ddt_bias)
+            dbeta = inputs.beta_backward(window.beta, dbeta, options)
+            for name, grad in zip(("q", "k", "v", "g", "beta"), (dq, dk, dv, draw, dbeta), strict=True):
+                grad = grad if name in "qkg" else grad.unflatten(0, (-1, heads))
+                grads[name].write(first, last, grad)
+        dinitial.index_copy_(0, layout.order, dstate)
     shapes = {name: getattr(tensors, name).shape for name in grads}
     return DeltaGradients(
         **{name: tokens.result(shapes[name]) for name, tokens in grads.items()},
@@ -376,5 +390,5 @@ def chunk_backward(
         dt_bias=None
         if tensors.dt_bias is None or ddt_bias is None
         else ddt_bias.view_as(tensors.dt_bias).to(tensors.dt_bias),
-        initial_state=call.state_out(dstate),
+        initial_state=call.state_out(dinitial),
     )

@@ -15,12 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Index tables of a call.
+    """Index tables of those sequences of a call that have chunks of `chunk` rows.
 
-    `chunk`: rows of a chunk, fewer than asked for where every sequence fits into fewer.
-    `order` `[N]`: sequence at each rank. `offsets` (steps + 1): first chunk of every step. `tokens` `[chunks, C]`: row of the
+    `order` `[ranks]`: sequence at each rank. `offsets` (steps + 1): first chunk of every step. `tokens` `[chunks, C]`: row of the
     flattened `[B * T]` token axis, or `B * T` where the chunk reaches past its sequence's end. `padded`: for every chunk
-    whether it does. `sequence_major` `[chunks]`: the chunk's place when chunks are counted sequence by sequence.
+    whether it does. `sequence_major` `[chunks]`: the chunk's place when the chunks of all
+    sequences are counted sequence by sequence.
     """
 
     chunk: int
@@ -48,14 +48,34 @@ def sequence_bounds(batch: int, tokens: int, cu_seqlens: Tensor | None) -> tuple
     return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
-def chunk_layout(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int, device: torch.device) -> ChunkLayout:
-    """Build the tables for `batch` sequences of `tokens` tokens, or for the packed sequences of `cu_seqlens`."""
+def chunk_layouts(
+    batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int, device: torch.device
+) -> list[ChunkLayout]:
+    """The tables of `batch` sequences of `tokens` tokens, or of the packed sequences of `cu_seqlens`.
+
+    A sequence that fits into half a chunk takes a shorter one, of one row for a token of packed decoding (the decay tree wants
+    powers of two). There is a layout for each size of chunk, the longest first; only the first may have sequences of more
+    than one chunk.
+    """
     starts, lengths = sequence_bounds(batch, tokens, cu_seqlens)
-    longest = int(lengths.max()) if lengths.numel() else 0
-    # A sequence of one token (packed decoding) is a chunk of one row, not of 64; the decay tree wants powers of two.
-    chunk = min(chunk, 1 << max(longest - 1, 0).bit_length())
+    sizes = torch.full_like(lengths, chunk)
+    while (shorter := (lengths <= sizes // 2) & (sizes > 1)).any():
+        sizes[shorter] //= 2
     chunks = (lengths + chunk - 1) // chunk
-    order = torch.argsort(chunks, descending=True, stable=True)
+    first_chunk = torch.cat([torch.zeros(1, dtype=torch.int64), chunks.cumsum(0)])[:-1]
+    groups = [(int(size), (sizes == size).nonzero().squeeze(1)) for size in sizes.unique().flip(0)]
+    return [
+        _layout(members, starts, lengths, first_chunk, size, batch * tokens, device)
+        for size, members in groups or [(chunk, lengths.new_empty(0))]
+    ]
+
+
+def _layout(
+    members: Tensor, starts: Tensor, lengths: Tensor, first_chunk: Tensor, chunk: int, total: int, device: torch.device
+) -> ChunkLayout:
+    chunks = (lengths[members] + chunk - 1) // chunk
+    rank = torch.argsort(chunks, descending=True, stable=True)
+    order = members[rank]
     steps = int(chunks.max()) if chunks.numel() else 0
     # A step's count of running sequences: those with more chunks than the step's index.
     counts = chunks.numel() - torch.searchsorted(chunks.sort().values, torch.arange(steps), right=True)
@@ -65,8 +85,7 @@ def chunk_layout(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int,
     remaining = lengths[sequence] - step * chunk
     inside = torch.arange(chunk)
     rows = (starts[sequence] + step * chunk)[:, None] + inside
-    rows = rows.masked_fill(inside >= remaining[:, None], batch * tokens)
-    first_chunk = torch.cat([torch.zeros(1, dtype=torch.int64), chunks.cumsum(0)])[:-1]
+    rows = rows.masked_fill(inside >= remaining[:, None], total)
     return ChunkLayout(
         chunk=chunk,
         order=order.to(device, non_blocking=True),
@@ -74,5 +93,5 @@ def chunk_layout(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int,
         tokens=rows.to(device, non_blocking=True),
         padded=(remaining < chunk).tolist(),
         sequence_major=(first_chunk[sequence] + step).to(device, non_blocking=True),
-        total_tokens=batch * tokens,
+        total_tokens=total,
     )

@@ -1,0 +1,94 @@
+/* Matrices of 8x8 16-bit elements between shared memory and a warp's registers, and addresses in a cluster
+ * (PTX ISA: "Warp Level Matrix Instructions": ldmatrix, stmatrix, movmatrix; "Data Movement": mapa, getctarank). */
+#include "memory.h"
+
+/* Lane l holds row l / 4, columns 2 (l % 4) and the next; transposed: column l / 4 of these two rows. */
+static uint32_t fragment(const uint16_t *matrix, uint32_t lane, int transposed)
+{
+    uint32_t a = lane / 4, b = lane % 4 * 2;
+    return transposed ? matrix[b * 8 + a] | (uint32_t)matrix[(b + 1) * 8 + a] << 16 : matrix[a * 8 + b] | (uint32_t)matrix[a * 8 + b + 1] << 16;
+}
+
+static void set_fragment(uint16_t *matrix, uint32_t lane, int transposed, uint32_t value)
+{
+    uint32_t a = lane / 4, b = lane % 4 * 2;
+    matrix[transposed ? b * 8 + a : a * 8 + b] = (uint16_t)value;
+    matrix[transposed ? (b + 1) * 8 + a : a * 8 + b + 1] = (uint16_t)(value >> 16);
+}
+
+static uint32_t rows(int n) { return n == 4 ? FULL : (1u << 8 * n) - 1; } /* lanes whose addresses are rows' */
+
+/* ldmatrix d..., [a]: operands a, d.... imm[1]: ACC_WIDE, ACC_OWN, the matrices as its count; imm[2]: transposed. */
+static int ldmatrix(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)m;
+    const int n = ACC_COUNT(ins->imm[1]), transposed = ins->imm[2];
+    uint64_t addr[LANES];
+    uint16_t matrix[4 * 64];
+    lane_addresses(w, ins->arg[0], ins->imm[0], ins->imm[1] & ACC_WIDE, addr);
+    shared_gather(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (uint8_t *)matrix);
+    for (int j = 0; j < n; j++) {
+        uint32_t *d = operand(w, ins->arg[1 + j]);
+        for (uint32_t i = 0; i < LANES; i++)
+            d[i] = fragment(matrix + 64 * j, i, transposed);
+    }
+    return NEXT;
+}
+
+static int stmatrix(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)m;
+    const int n = ACC_COUNT(ins->imm[1]), transposed = ins->imm[2];
+    uint64_t addr[LANES];
+    uint16_t matrix[4 * 64];
+    lane_addresses(w, ins->arg[0], ins->imm[0], ins->imm[1] & ACC_WIDE, addr);
+    for (int j = 0; j < n; j++) {
+        const uint32_t *s = operand(w, ins->arg[1 + j]);
+        for (uint32_t i = 0; i < LANES; i++)
+            set_fragment(matrix + 64 * j, i, transposed, s[i]);
+    }
+    shared_scatter(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (const uint8_t *)matrix);
+    return NEXT;
+}
+
+/* movmatrix d, a: the transpose of a matrix in registers. */
+static int movmatrix(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)m;
+    uint16_t matrix[64];
+    const uint32_t *a = operand(w, ins->arg[1]);
+    uint32_t *d = operand(w, ins->arg[0]);
+    for (uint32_t i = 0; i < LANES; i++)
+        set_fragment(matrix, i, 0, a[i]);
+    for (uint32_t i = 0; i < LANES; i++)
+        d[i] = fragment(matrix, i, 1);
+    return NEXT;
+}
+
+/* mapa d, a, rank: operands d, a, rank. imm[0]: offset, imm[1]: 64 bits. A rank outside the cluster faults where the address is used. */
+static int mapa(Warp *w, const Ins *ins, uint32_t m)
+{
+    const uint32_t *rank = operand(w, ins->arg[2]);
+    const uint64_t clear = ~((uint64_t)0xff << CTA_SHIFT);
+    FOR_LANES(i, m) {
+        uint64_t a = lane_address(w, ins->arg[1], ins->imm[0], ins->imm[1], i);
+        a = (a & clear) | (uint64_t)(rank[i] & 0xff) << CTA_SHIFT;
+        if (ins->imm[1])
+            ((uint64_t *)operand(w, ins->arg[0]))[i] = a;
+        else
+            ((uint32_t *)operand(w, ins->arg[0]))[i] = (uint32_t)a;
+    }
+    return NEXT;
+}
+
+static int getctarank(Warp *w, const Ins *ins, uint32_t m)
+{
+    uint32_t *d = operand(w, ins->arg[0]);
+    FOR_LANES(i, m) d[i] = lane_address(w, ins->arg[1], ins->imm[0], ins->imm[1], i) >> CTA_SHIFT & 0xff;
+    return NEXT;
+}
+
+static const Entry matrices[] = {
+    {"ldmatrix", ldmatrix}, {"stmatrix", stmatrix}, {"movmatrix", movmatrix}, {"mapa", mapa}, {"getctarank", getctarank},
+};
+REGISTER(matrices)

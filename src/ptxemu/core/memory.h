@@ -1,0 +1,116 @@
+/* What the instructions that access memory share: operand words, ranges of global memory, reductions, order over strong accesses. */
+#pragma once
+#include "core.h"
+
+#include <string.h>
+
+#define FOR_LANES(i, m) for (uint32_t rest_ = (m), i; rest_ && (i = __builtin_ctz(rest_), 1); rest_ &= rest_ - 1)
+
+/* imm[1] of loads, stores and atomics, as lower_memory.py packs it. */
+enum {
+    ACC_WIDE = 1 << 0,    /* a 64-bit address */
+    ACC_STRONG = 1 << 1,  /* relaxed, volatile and stronger */
+    ACC_ACQUIRE = 1 << 2,
+    ACC_RELEASE = 1 << 3,
+    ACC_OWN = 1 << 4,     /* shared::cta */
+    ACC_SIGNED = 1 << 5,
+};
+#define ACC_ELEMENT(f) (1u << ((f) >> 8 & 7))   /* bytes of an element */
+#define ACC_COUNT(f) ((uint32_t)(f) >> 12 & 15) /* elements of a lane */
+#define ACC_REG(f) (1u << ((f) >> 16 & 7))      /* bytes of a register's lane */
+#define ACC_SPACE(f) ((f) >> 20 & 7)
+enum { SPACE_GENERIC, SPACE_GLOBAL, SPACE_SHARED, SPACE_LOCAL, SPACE_PARAM };
+
+/* Read-modify-write operations and the types that they work on. */
+enum { OP_ADD, OP_MIN, OP_MAX, OP_AND, OP_OR, OP_XOR, OP_INC, OP_DEC, OP_EXCH, OP_CAS };
+enum { T_U8, T_U16, T_U32, T_S32, T_U64, T_S64, T_F16, T_F32, T_F32_FTZ, T_F64, T_BF16, T_F16X2, T_BF16X2, T_B128 };
+
+/* The addresses of a warp's lanes: an operand of 32 or 64 bits, plus a constant. */
+static inline void lane_addresses(Warp *w, int32_t arg, int64_t offset, int wide, uint64_t *out)
+{
+    if (wide) {
+        const uint64_t *a = operand(w, arg);
+        for (int i = 0; i < LANES; i++)
+            out[i] = a[i] + (uint64_t)offset;
+    } else {
+        const uint32_t *a = operand(w, arg);
+        for (int i = 0; i < LANES; i++)
+            out[i] = (uint32_t)(a[i] + (uint32_t)offset);
+    }
+}
+
+static inline uint64_t lane_address(Warp *w, int32_t arg, int64_t offset, int wide, uint32_t lane)
+{
+    if (wide)
+        return ((const uint64_t *)operand(w, arg))[lane] + (uint64_t)offset;
+    return ((const uint32_t *)operand(w, arg))[lane] + (uint32_t)offset;
+}
+
+/* global.c */
+void global_check_lanes(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, const char *what);
+void global_check_span(Warp *w, uint64_t lo, uint64_t hi, const char *what); /* [lo, hi), in one range */
+void global_check_param(Warp *w, uint64_t addr, uint32_t bytes, const char *what);
+
+/* memory.c */
+uint32_t shared_place(Warp *w, uint64_t addr, uint32_t bytes, uint32_t align, int own, const char *what, Cta **cta);
+void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, uint8_t *out);
+void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, const uint8_t *in);
+
+/* atomic.c */
+uint64_t reduce(int op, int type, uint64_t old, uint64_t b, uint64_t c); /* the new value */
+uint64_t global_reduce(void *at, int op, int type, uint64_t b, uint64_t c); /* atomically; returns the old value */
+uint32_t type_bytes(int type);
+
+/* sync.c */
+uint64_t shared_key(const Cta *c, uint32_t off);
+void sync_read(Warp *w, uint64_t key, int acquire);
+void sync_write(Warp *w, uint64_t key, int release, int keep); /* keep: a read-modify-write, which does not end a release sequence */
+
+/* shared.c, for strong accesses and for reductions by the asynchronous proxy */
+enum { TOUCH_READ = 1, TOUCH_WRITE = 2, TOUCH_ASYNC = 4 };
+void shared_strong_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, int touch, const char *what);
+void shared_strong_end(Cta *c, uint32_t off, uint32_t bytes, uint32_t epoch);
+
+/* ---- asynchronous copies ------------------------------------------------------------------------------------------------------- */
+/* A tensor map and a tile of it (PTX ISA: "Tensors", "Tensor-map"). */
+typedef struct {
+    uint64_t base, stride[5]; /* bytes */
+    uint32_t size[5], box[5], step[5];
+    int rank, type, swizzle, atom, nan_fill;
+    uint32_t element, row, bytes; /* bytes of an element, of the tile's innermost line, of the tile */
+    int32_t at[5];
+} Tile;
+
+/* A copy to shared memory that mbarriers count, from global memory (linear or a tile) or from shared memory. */
+typedef struct {
+    uint64_t from;       /* global address */
+    const Tile *tile;    /* or a tile of this: then `own_tile` */
+    Cta *source;         /* or shared memory */
+    uint32_t source_off;
+    int op, type;        /* a reduction, or op -1 */
+    uint32_t off, bytes;
+    uint32_t ranks;      /* CTAs that receive it: a bit a rank */
+    uint32_t bar_off;
+    int bar_rank;        /* -1: every receiver's own; else that CTA's */
+    int pair;            /* cta_group::2: the barrier of the receiver's pair with bar_rank's parity */
+    Tile own_tile;
+} Load;
+
+/* A copy from shared to global memory that its thread waits for in groups. */
+typedef struct {
+    uint64_t to;
+    int tiled, op, type;
+    int have;            /* the bytes have been read from shared memory */
+    uint32_t off, bytes;
+    Tile tile;
+    uint8_t data[];
+} Store;
+
+/* async.c */
+void load_issue(Warp *w, Load *load, const char *what); /* checks it and queues it; `load` is copied */
+Store *store_new(Warp *w, uint32_t lane, uint32_t off, uint32_t bytes, const char *what, Async **op);
+void load_barrier(Warp *w, Load *load, uint64_t dst, uint64_t bar, uint32_t align, int ranks, const char *what);
+
+/* tma.c */
+void tile_fetch(const Tile *t, uint32_t off, uint8_t *out);              /* as it lies in shared memory at `off` */
+void tile_put(const Tile *t, uint32_t off, const uint8_t *in, int op);   /* op -1: store */

@@ -1,0 +1,384 @@
+"""PTX text to instructions (PTX ISA: "Syntax", "State Spaces, Types, and Variables").
+
+One pass over the text: comments are dropped, statements end at ";", braces at the start of a statement open a scope (inline
+assembly declares registers and labels in one), and every register and label is resolved to a number at once.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import Unsupported
+
+WIDTH = {
+    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
+    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
+    "f32x2": 64, "b128": 128,
+}  # fmt: skip
+"""Bits of every type."""
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A virtual register by its number; `neg`: written with "!" before it."""
+
+    idx: int
+    width: int
+    neg: bool = False
+
+
+@dataclass(frozen=True)
+class Imm:
+    """A number: an integer, or the raw bits of a float of `isfloat` bits."""
+
+    value: int
+    isfloat: int = 0
+
+
+@dataclass(frozen=True)
+class Sym:
+    """A name that is no register: a special register, a variable, a parameter."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Vec:
+    """`{a, b, ...}`"""
+
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Mem:
+    """`[base + off, rest...]`; `rest` holds what else stands in the brackets, such as a TMA copy's coordinates."""
+
+    base: Any
+    off: int = 0
+    rest: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`a|b`, two destinations."""
+
+    a: Any
+    b: Any
+
+
+class Sink:
+    """The destination `_`."""
+
+    def __repr__(self) -> str:
+        return "_"
+
+
+SINK = Sink()
+
+Operand = Any
+"""Reg, Imm, Sym, Vec, Mem, Pair, SINK; in a branch, a label's number."""
+
+
+@dataclass
+class Instr:
+    """One instruction: `parts` is the opcode split at its dots, `op` the first of them."""
+
+    op: str
+    parts: list[str]
+    args: list[Operand]
+    guard: Reg | None = None
+    line: int = 0
+    text: str = ""
+
+    def has(self, *modifiers: str) -> bool:
+        """Whether the opcode has one of these modifiers."""
+        return any(m in self.parts for m in modifiers)
+
+
+@dataclass
+class Kernel:
+    """One entry function. `params`: name, size, alignment, offset; `shared` and `local`: offsets by name."""
+
+    name: str
+    params: list[tuple[str, int, int, int]] = field(default_factory=list)
+    instrs: list[Instr] = field(default_factory=list)
+    labels: dict[int, int] = field(default_factory=dict)
+    reg_width: list[int] = field(default_factory=list)
+    reg_name: list[str] = field(default_factory=list)
+    shared: dict[str, int] = field(default_factory=dict)
+    static_shared: int = 0
+    dynamic_base: int = 0
+    local: dict[str, int] = field(default_factory=dict)
+    local_size: int = 0
+    reqntid: tuple[int, ...] | None = None
+    maxnreg: int | None = None
+    param_size: int = 0
+
+    def param_offset(self, name: str) -> int | None:
+        """Where a parameter lies in the parameter space."""
+        return next((offset for n, _, _, offset in self.params if n == name), None)
+
+
+class _Scope:
+    """Names between two braces."""
+
+    def __init__(self, parent: _Scope | None) -> None:
+        self.parent = parent
+        self.regs: dict[str, Reg] = {}
+        self.labels: dict[str, int] = {}
+
+    def reg(self, name: str) -> Reg | None:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.regs:
+                return scope.regs[name]
+            scope = scope.parent
+        return None
+
+    def label(self, name: str) -> int | None:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.labels:
+                return scope.labels[name]
+            scope = scope.parent
+        return None
+
+
+_LABEL = re.compile(r"([\w$%.]+)\s*:(?!:)")
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(\(|\{|\.)")
+_VARIABLE = re.compile(r"\.(shared|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[(\d*)\])?$")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?(?:\.\w+\s+)*?\.(\w+)\s+"
+    r"(?:\.ptr[^\s]*\s+(?:\.\w+\s+)*(?:\.align\s+\d+\s+)?)?([\w$]+)(?:\[(\d+)\])?$"
+)
+_OFFSET = re.compile(r"^(.*?)\s*([+-])\s*(-?\s*(?:0[xX][0-9a-fA-F]+|\d+))$")
+
+
+def _strip(text: str) -> str:
+    """The text without comments and line directives, line numbers kept."""
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group().count("\n"), text, flags=re.S)
+    text = re.sub(r"//[^\n]*", "", text)
+    return re.sub(r"(?m)^\s*\.(loc|file)\b[^\n]*$", "", text)
+
+
+def _split(s: str) -> list[str]:
+    """Split at commas outside brackets."""
+    out, depth, at = [], 0, 0
+    for i, ch in enumerate(s):
+        if ch in "[{(":
+            depth += 1
+        elif ch in "]})":
+            depth -= 1
+        elif ch == "," and depth == 0:
+            out.append(s[at:i].strip())
+            at = i + 1
+    if s[at:].strip():
+        out.append(s[at:].strip())
+    return out
+
+
+def _number(s: str) -> Imm | None:
+    negative = s.startswith("-")
+    t = s.lstrip("+-").strip()
+    if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", t):
+        return Imm(int(t[2:], 16) ^ (1 << 31 if negative else 0), 32)
+    if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", t):
+        return Imm(int(t[2:], 16) ^ (1 << 63 if negative else 0), 64)
+    digits = t.rstrip("uU")
+    if re.fullmatch(r"0[xX][0-9a-fA-F]+|0[bB][01]+|[0-9]+", digits):
+        value = int(digits, 8) if re.fullmatch(r"0[0-7]+", digits) else int(digits, 0)
+        return Imm(-value if negative else value)
+    if re.fullmatch(r"[0-9]*\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|[0-9]+\.", t):
+        value_bits: int = struct.unpack("<Q", struct.pack("<d", -float(t) if negative else float(t)))[0]
+        return Imm(value_bits, 64)
+    return None
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def _operand(scope: _Scope, a: str, label: bool = False) -> Operand:
+    a = a.strip()
+    if label:
+        return Sym(a)
+    if a == "_":
+        return SINK
+    if a.startswith("{"):
+        return Vec(tuple(_operand(scope, x) for x in _split(a[1:-1])))
+    if a.startswith("["):
+        first, *rest = _split(a[1:-1])
+        offset = 0
+        m = _OFFSET.match(first)
+        if m and m[1]:
+            first, offset = m[1], int(m[3].replace(" ", ""), 0) * (1 if m[2] == "+" else -1)
+        return Mem(_operand(scope, first), offset, tuple(_operand(scope, x) for x in rest))
+    if a.startswith("!"):
+        reg = scope.reg(a[1:].strip())
+        if reg is None:
+            raise Unsupported(f"operand {a!r}")
+        return Reg(reg.idx, reg.width, True)
+    if "|" in a:
+        x, y = a.split("|")
+        return Pair(_operand(scope, x), _operand(scope, y))
+    found = scope.reg(a)
+    if found is not None:
+        return found
+    number = _number(a)
+    if number is not None:
+        return number
+    m = re.match(r"^(.+?)\s*\+\s*(\d+)$", a)
+    if m:  # a symbol and a constant outside brackets
+        return Mem(_operand(scope, m[1]), int(m[2]))
+    return Sym(a)
+
+
+class _Body:
+    """Reads the statements of one kernel."""
+
+    def __init__(self, kernel: Kernel, text: str, position: int) -> None:
+        self.kernel, self.text, self.position = kernel, text, position
+        self.line = text.count("\n", 0, position) + 1
+        self.scope = _Scope(None)
+        self.branches: list[tuple[Instr, _Scope]] = []
+
+    def read(self) -> int:
+        """Read to the closing brace; returns the position after it."""
+        labels = 0
+        while self.position < len(self.text):
+            ch = self.text[self.position]
+            if ch.isspace() or ch == ";":
+                self._advance(self.position + 1)
+            elif ch == "{":
+                self.scope = _Scope(self.scope)
+                self._advance(self.position + 1)
+            elif ch == "}":
+                self._advance(self.position + 1)
+                if self.scope.parent is None:
+                    break
+                self.scope = self.scope.parent
+            elif m := _LABEL.match(self.text, self.position):
+                self.scope.labels[m[1]] = labels
+                self.kernel.labels[labels] = len(self.kernel.instrs)
+                labels += 1
+                self._advance(m.end())
+            else:
+                end = self.text.index(";", self.position)
+                statement = self.text[self.position : end]
+                if statement.startswith("."):
+                    self._directive(" ".join(statement.split()))
+                else:
+                    self._instruction(" ".join(statement.split()))
+                self._advance(end + 1)
+        for ins, scope in self.branches:
+            name = ins.args[0].name
+            ins.args = [scope.label(name)]
+            if ins.args[0] is None:
+                raise Unsupported(f"PTX line {ins.line}: unknown label {name!r}")
+        return self.position
+
+    def _advance(self, to: int) -> None:
+        self.line += self.text.count("\n", self.position, to)
+        self.position = to
+
+    def _directive(self, s: str) -> None:
+        k = self.kernel
+        if s.startswith(".reg"):
+            m = re.match(r"\.reg\s*(?:\.v\d\s*)?\.(\w+)\s+(.*)$", s)
+            if not m or m[1] not in WIDTH:
+                raise Unsupported(f"PTX line {self.line}: directive {s!r}")
+            width = WIDTH[m[1]]
+            for name in m[2].split(","):
+                r = re.match(r"(.+)<(\d+)>$", name.strip())
+                for full in [f"{r[1]}{i}" for i in range(int(r[2]))] if r else [name.strip()]:
+                    self.scope.regs[full] = Reg(len(k.reg_width), width)
+                    k.reg_width.append(width)
+                    k.reg_name.append(full)
+        elif m := _VARIABLE.match(s):
+            bits = WIDTH[m[3]]
+            alignment = int(m[2] or bits // 8)
+            size = bits // 8 * int(m[5] or 1)
+            if m[1] == "shared":
+                k.shared[m[4]] = _aligned(k.static_shared, alignment)
+                k.static_shared = k.shared[m[4]] + size
+            else:
+                k.local[m[4]] = _aligned(k.local_size, alignment)
+                k.local_size = k.local[m[4]] + size
+        elif not s.startswith((".pragma", ".branchtargets", ".minnctapersm", ".maxntid")):
+            raise Unsupported(f"PTX line {self.line}: directive {s!r}")
+
+    def _instruction(self, s: str) -> None:
+        guard, body = None, s
+        if m := re.match(r"@(!?)([\w$%]+)\s+", s):
+            reg = self.scope.reg(m[2])
+            if reg is None:
+                raise Unsupported(f"PTX line {self.line}: unknown predicate {m[2]!r}")
+            guard, body = Reg(reg.idx, reg.width, bool(m[1])), s[m.end() :]
+        opcode = re.match(r"([\w.:]+)\s*(.*)$", body)
+        if not opcode:
+            raise Unsupported(f"PTX line {self.line}: {s!r}")
+        parts = opcode[1].split(".")
+        args = [_operand(self.scope, a, parts[0] == "bra") for a in _split(opcode[2])]
+        ins = Instr(parts[0], parts, args, guard, self.line, s)
+        self.kernel.instrs.append(ins)
+        if parts[0] == "bra":
+            self.branches.append((ins, self.scope))
+
+
+def _params(kernel: Kernel, s: str) -> None:
+    offset = 0
+    for p in _split(s):
+        m = _PARAM.match(" ".join(p.split()))
+        if not m:
+            raise Unsupported(f"parameter {p!r}")
+        size = WIDTH[m[2]] // 8 * int(m[4] or 1)
+        alignment = int(m[1] or WIDTH[m[2]] // 8)
+        offset = _aligned(offset, alignment)
+        kernel.params.append((m[3], size, alignment, offset))
+        offset += size
+    kernel.param_size = offset
+
+
+def parse(text: str) -> dict[str, Kernel]:
+    """All entry functions of a PTX text by name. Raises Unsupported for device functions and unknown directives."""
+    text = _strip(text)
+    if re.search(r"\.func\b", text):
+        raise Unsupported("device functions (.func) in PTX")
+    first = _ENTRY.search(text)
+    head = text[: first.start()] if first else text
+    module: dict[str, int] = {}
+    dynamic: list[str] = []
+    static = 0
+    pattern = r"(\.extern\s+|\.visible\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[(\d*)\])?\s*;"
+    for m in re.finditer(pattern, head):
+        if m[1] and "extern" in m[1]:
+            dynamic.append(m[4])
+            continue
+        module[m[4]] = static = _aligned(static, int(m[2] or WIDTH[m[3]] // 8))
+        static += int(m[5] or 1) * WIDTH[m[3]] // 8
+    out: dict[str, Kernel] = {}
+    position = 0
+    while entry := _ENTRY.search(text, position):
+        kernel = Kernel(entry[1], shared=dict(module), static_shared=static)
+        at = entry.end() - 1
+        if text[at] == "(":
+            end = text.index(")", at)
+            _params(kernel, text[at + 1 : end])
+            at = end + 1
+        brace = text.index("{", at)
+        for name in ("reqntid", "maxnreg"):
+            if r := re.search(rf"\.{name}\s+([\d\s,]+)", text[at:brace]):
+                numbers = tuple(int(x) for x in r[1].replace(",", " ").split())
+                if name == "reqntid":
+                    kernel.reqntid = numbers
+                else:
+                    kernel.maxnreg = numbers[0]
+        position = _Body(kernel, text, brace + 1).read()
+        # Dynamic shared memory follows the static, at an alignment that any kernel may ask for.
+        kernel.dynamic_base = _aligned(kernel.static_shared, 1024)
+        kernel.shared.update(dict.fromkeys(dynamic, kernel.dynamic_base))
+        out[kernel.name] = kernel
+    return out

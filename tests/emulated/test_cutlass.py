@@ -1,0 +1,59 @@
+"""CUTLASS's dense GEMMs for Hopper and Blackwell, unmodified, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels
+import pytest
+from kernels import Case
+
+WITHIN = 2e-3
+"""Of a float32 sum rounded to bfloat16, in the Frobenius norm."""
+SHUFFLED = [dict(seed=s, shuffle=True) for s in (1, 2)] + [dict(eager=True)]
+
+HOPPER: dict[str, dict[str, Any]] = {
+    "64x128": dict(size=(256, 256, 192), tile=(64, 128)),
+    "128x128": dict(size=(256, 256, 512), tile=(128, 128)),
+    "128x256": dict(size=(128, 256, 192), tile=(128, 256)),
+    "edges": dict(size=(200, 152, 200), tile=(128, 128)),
+    "other majors": dict(size=(128, 128, 128), tile=(128, 128), majors="mnn"),
+    "output along m": dict(size=(128, 128, 128), tile=(64, 64), majors="mkm"),
+    "cluster 2x1": dict(size=(256, 128, 256), tile=(128, 128), cluster=(2, 1)),
+    "cluster 1x2": dict(size=(128, 256, 256), tile=(128, 128), cluster=(1, 2)),
+    "cluster 2x2": dict(size=(256, 256, 256), tile=(128, 128), cluster=(2, 2)),
+}
+BLACKWELL: dict[str, dict[str, Any]] = {
+    "64x64": dict(size=(128, 128, 192), tile=(64, 64)),
+    "128x128": dict(size=(256, 256, 256), tile=(128, 128)),
+    "128x256": dict(size=(128, 256, 192), tile=(128, 256)),
+    "edges": dict(size=(200, 152, 200), tile=(128, 128)),
+    "other majors": dict(size=(128, 128, 128), tile=(128, 128), majors="mnn"),
+    "cluster 2x1": dict(size=(256, 128, 128), tile=(128, 128), cluster=(2, 1)),
+    "cluster 2x2": dict(size=(256, 256, 128), tile=(128, 128), cluster=(2, 2)),
+    "pairs": dict(size=(256, 256, 256), tile=(256, 128), cluster=(2, 1), pairs=True),
+    "pairs, cluster 2x2": dict(size=(256, 256, 128), tile=(256, 128), cluster=(2, 2), pairs=True),
+    "persistent": dict(size=(256, 512, 128), tile=(128, 128), persistent=True),
+    "persistent pairs": dict(size=(512, 256, 128), tile=(256, 128), cluster=(2, 1), pairs=True, persistent=True),
+}
+
+
+def gemm(arch: str, what: dict[str, Any]) -> Case:
+    return kernels.gemm(arch, **what)
+
+
+@pytest.mark.parametrize(
+    ("arch", "what"),
+    [pytest.param("sm_90a", w, id=f"sm_90a {n}") for n, w in HOPPER.items()]
+    + [pytest.param("sm_100a", w, id=f"sm_100a {n}") for n, w in BLACKWELL.items()],
+)
+def test_gemm(arch: str, what: dict[str, Any]) -> None:
+    case = kernels.need(arch, gemm, arch, what)
+    launched = case.run()
+    x, y = what.get("cluster", (1, 1))
+    assert launched.cluster[0] * launched.cluster[1] == x * y
+    assert case.errors()["c"] < WITHIN
+    bits = case.bits()
+    for options in SHUFFLED:
+        case.run(**options)
+        assert case.bits() == bits, options

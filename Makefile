@@ -29,7 +29,7 @@ demo: $(STAMP) ## train a small language model on the CPU and generate from it (
 
 # One thread a worker: torch would otherwise start one a core in every process.
 test: $(STAMP) ## tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu tests/emulated -n $(WORKERS) $(ARGS)
 
 gpu: $(STAMP) ## tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -119,7 +119,7 @@ def loaded(
 @pytest.mark.parametrize(("shape", "at", "box"), [
     ((64,), (16,), (32,)), ((64,), (48,), (32,)), ((64,), (-16,), (32,)),
     ((20, 32), (0, 0), (32, 4)), ((20, 32), (16, 5), (8, 3)), ((20, 32), (24, 18), (16, 4)),
-    ((20, 32), (-4, -2), (8, 4)), ((20, 32), (3, 2), (8, 4)), ((20, 32), (-3, -2), (8, 4)), ((20, 32), (40, 0), (8, 4)),
+    ((20, 32), (-4, -2), (8, 4)), ((20, 32), (4, 2), (8, 4)), ((20, 32), (-8, 2), (16, 4)), ((20, 32), (40, 0), (8, 4)),
     ((6, 5, 16), (8, 3, 4), (8, 4, 3)), ((3, 4, 5, 16), (0, 2, -1, 1), (16, 2, 3, 2)), ((2, 3, 2, 4, 16), (4, 3, 1, 0, 1), (8, 2, 2, 3, 2)),
 ])  # fmt: skip
 def test_boxes_of_every_rank(shape: tuple[int, ...], at: tuple[int, ...], box: tuple[int, ...]) -> None:
@@ -220,7 +220,7 @@ def put(
 
 
 @pytest.mark.parametrize(("shape", "at", "box"), [
-    ((64,), (48,), (32,)), ((20, 32), (16, 5), (8, 3)), ((20, 32), (24, 18), (16, 4)), ((20, 32), (3, 2), (8, 4)),
+    ((64,), (48,), (32,)), ((20, 32), (16, 5), (8, 3)), ((20, 32), (24, 18), (16, 4)), ((20, 32), (4, 2), (8, 4)),
     ((6, 5, 16), (8, 3, 4), (8, 4, 3)), ((3, 4, 5, 16), (0, 2, 4, 1), (16, 2, 3, 2)), ((2, 3, 2, 4, 16), (4, 3, 1, 0, 1), (8, 2, 2, 3, 2)),
 ])  # fmt: skip
 def test_stores_of_every_rank(shape: tuple[int, ...], at: tuple[int, ...], box: tuple[int, ...]) -> None:
@@ -286,6 +286,15 @@ def test_reductions_that_hardware_lacks(operation: str, type_: str) -> None:
 def test_stores_below_zero(operation: str) -> None:
     with pytest.raises(ptxemu.MemoryFault, match="coordinate -1 of dimension 1"):
         stored(random_array((9, 32), "u32"), "u32", bytes(256), (0, -1), (16, 4), operation)
+
+
+@pytest.mark.parametrize("at", [3, -3])
+def test_boxes_begin_at_multiples_of_16_bytes(at: int) -> None:
+    x = random_array((20, 32), "u32")
+    with pytest.raises(
+        ptxemu.MemoryFault, match=f"coordinate {at} of dimension 0, {4 * at} bytes .* not a multiple of 16"
+    ):
+        loaded(x, "u32", (at, 2), (8, 4))
 
 
 # ---- clusters ---------------------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,17 @@
 #include <math.h>
 
 /* ---- results of .ftz ------------------------------------------------------------------------------------------------------- */
-/* Hardware flushes what is subnormal before it is rounded: 2^-126 * (1 - 2^-24) gives zero, not the smallest normal number. Sums that are
- * so small are exact; for the others the exact value is compared in double precision, where products of f32 are exact. */
-static inline int tiny(double exact) { return fabs(exact) < 0x1p-126; }
+/* Hardware flushes what is subnormal once rounded as if exponents had no end (measured on an H200): 2^-126 (1 - 2^-24) gives zero,
+ * 2^-126 (1 - 2^-25) rounds to the smallest normal number and stays. Sums that are so small are exact; for the others the exact value is
+ * compared in double precision, where products of f32 are exact. mode: 0 rn, 1 rz, 2 rm, 3 rp. */
+static inline int tiny_in(double size, double unit, int negative, int64_t mode)
+{
+    if (mode == 0)
+        return size < unit * (1 - 0x1p-25);
+    return mode == (negative ? 2 : 3) ? size <= unit * (1 - 0x1p-24) : size < unit;
+}
+static inline int tiny(double exact, int64_t mode) { return tiny_in(fabs(exact), 0x1p-126, exact < 0, mode); }
+/* Quotients, which the assembler makes of several instructions, are flushed by their exact value. */
 static inline int tiny_quotient(double a, double b) { return fabs(a) < fabs(b) * 0x1p-126; }
 static inline float no_size(float x) { return f32_of(f32_bits(x) & 0x80000000u); }
 
@@ -35,9 +43,9 @@ static inline double add_odd(double p, double c)
 #define ARITHMETIC(F1, F2, F3, FLAVOUR, SUFFIX, N, TYPE, IN, OUT) \
     F2(add_##FLAVOUR, "add." TYPE SUFFIX, N, f32, f32, f32, OUT(IN(a) + IN(b), 0)) \
     F2(sub_##FLAVOUR, "sub." TYPE SUFFIX, N, f32, f32, f32, OUT(IN(a) - IN(b), 0)) \
-    F2(mul_##FLAVOUR, "mul." TYPE SUFFIX, N, f32, f32, f32, OUT(IN(a) * IN(b), tiny((double)IN(a) * (double)IN(b)))) \
+    F2(mul_##FLAVOUR, "mul." TYPE SUFFIX, N, f32, f32, f32, OUT(IN(a) * IN(b), tiny((double)IN(a) * (double)IN(b), 0))) \
     F3(fma_##FLAVOUR, "fma." TYPE SUFFIX, N, f32, f32, f32, f32, \
-       OUT(fmaf(IN(a), IN(b), IN(c)), tiny(add_odd((double)IN(a) * (double)IN(b), IN(c)))))
+       OUT(fmaf(IN(a), IN(b), IN(c)), tiny(add_odd((double)IN(a) * (double)IN(b), IN(c)), 0)))
 #define DIVISION(F1, F2, F3, FLAVOUR, SUFFIX, IN, OUT) \
     F2(div_##FLAVOUR, "div.f32" SUFFIX, LANES, f32, f32, f32, OUT(IN(a) / IN(b), tiny_quotient(IN(a), IN(b)))) \
     F2(div_approx_##FLAVOUR, "div.approx.f32" SUFFIX, LANES, f32, f32, f32, OUT(divide_approx(IN(a), IN(b)), tiny_quotient(IN(a), IN(b)))) \
@@ -109,10 +117,10 @@ static inline double out64(double x, int64_t ftz, int64_t sat, int small) { (voi
     F(add2_any, "add.f32x2.any", 2 * LANES, f32, in32, out32, 0, a + b) \
     F(sub_any, "sub.f32.any", LANES, f32, in32, out32, 0, a - b) \
     F(sub2_any, "sub.f32x2.any", 2 * LANES, f32, in32, out32, 0, a - b) \
-    F(mul_any, "mul.f32.any", LANES, f32, in32, out32, tiny((double)a * (double)b), a * b) \
-    F(mul2_any, "mul.f32x2.any", 2 * LANES, f32, in32, out32, tiny((double)a * (double)b), a * b) \
-    F(fma_any, "fma.f32.any", LANES, f32, in32, out32, tiny(add_odd((double)a * (double)b, c)), fmaf(a, b, c)) \
-    F(fma2_any, "fma.f32x2.any", 2 * LANES, f32, in32, out32, tiny(add_odd((double)a * (double)b, c)), fmaf(a, b, c)) \
+    F(mul_any, "mul.f32.any", LANES, f32, in32, out32, tiny((double)a * (double)b, ins->imm[0]), a * b) \
+    F(mul2_any, "mul.f32x2.any", 2 * LANES, f32, in32, out32, tiny((double)a * (double)b, ins->imm[0]), a * b) \
+    F(fma_any, "fma.f32.any", LANES, f32, in32, out32, tiny(add_odd((double)a * (double)b, c), ins->imm[0]), fmaf(a, b, c)) \
+    F(fma2_any, "fma.f32x2.any", 2 * LANES, f32, in32, out32, tiny(add_odd((double)a * (double)b, c), ins->imm[0]), fmaf(a, b, c)) \
     F(div_any, "div.f32.any", LANES, f32, in32, out32, tiny_quotient(a, b), a / b) \
     F(rcp_any, "rcp.f32.any", LANES, f32, in32, out32, tiny_quotient(1, a), 1.0f / a) \
     F(sqrt_any, "sqrt.f32.any", LANES, f32, in32, out32, 0, sqrtf(a)) \
@@ -164,15 +172,15 @@ ROUNDED_FORMS(ROUNDED)
 MINMAX_FORMS(MINMAX)
 
 /* ---- half precision -------------------------------------------------------------------------------------------------------- */
-/* imm[0]: flush; imm[1]: saturate; imm[2]: relu; imm[3]: oob: an operand that is the NaN of tensor copies' out-of-bounds fill gives +0. */
+/* imm[0]: flush; imm[1]: saturate; imm[2]: relu; imm[3]: oob: a factor that is the NaN of tensor copies' out-of-bounds fill gives +0. */
 static inline float half_result(float x, const int64_t *imm)
 {
     x = imm[1] ? saturate(x) : x;
     return imm[2] && x <= 0 ? 0 : x;
 }
 
-/* .ftz of f16: what is subnormal before rounding is flushed, as in single precision. */
-static inline uint16_t flush_exact(uint16_t r, float exact) { return fabsf(exact) < 0x1p-14f ? r & 0x8000 : r; }
+/* .ftz of f16: as in single precision. */
+static inline uint16_t flush_exact(uint16_t r, float exact) { return fabsf(exact) < 0x1p-14f * (1 - 0x1p-12f) ? r & 0x8000 : r; }
 
 #define HALF2(ID, NAME, N, WIDEN, NARROW, FLUSH, ...) \
     HEAD(ID) \
@@ -211,7 +219,7 @@ static inline uint16_t flush_exact(uint16_t r, float exact) { return fabsf(exact
             const u16 xa = imm[0] ? FLUSH(pa[i]) : pa[i], xb = imm[0] ? FLUSH(pb[i]) : pb[i], xc = imm[0] ? FLUSH(pc[i]) : pc[i]; \
             const double product = (double)WIDEN(xa) * (double)WIDEN(xb); \
             const float x = half_result(round_odd(add_odd(product, WIDEN(xc))), imm); \
-            const int none = imm[3] && (xa == OOB_NAN || xb == OOB_NAN || xc == OOB_NAN); \
+            const int none = imm[3] && (xa == OOB_NAN || xb == OOB_NAN); \
             out[i] = none ? 0 : imm[0] ? flush_exact(NARROW(x), x) : NARROW(x); \
         } \
         FINISH; \

@@ -177,6 +177,10 @@ static void tile_of(Warp *w, const Ins *ins, uint32_t lane, int rank, const int3
         fault(w, ERR_MEMORY, "%s of %d dimensions with a tensor map of rank %d", what, rank, t->rank);
     for (int d = 0; d < rank; d++)
         t->at[d] = ((const int32_t *)operand(w, coordinate[d]))[lane];
+    /* An H200 ends the kernel with an illegal instruction there. */
+    if (t->at[0] * (int64_t)t->element % 16)
+        fault(w, ERR_MEMORY, "%s: coordinate %d of dimension 0, %lld bytes from the tensor's start, not a multiple of 16", what, t->at[0],
+              (long long)t->at[0] * t->element);
     check_global(w, t, what);
 }
 

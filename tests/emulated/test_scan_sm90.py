@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import kernels
 import pytest
 
@@ -61,3 +63,12 @@ def test_ordinary_call() -> None:
     assert [x.block for x in launches] == [(160, 1, 1), (384, 1, 1)]
     for case in (one, two):
         assert max(case.errors().values()) < WITHIN, case.errors()
+
+
+def test_fixture(emulated: Callable[..., list[ptxemu.Launched]]) -> None:
+    case = kernels.need("sm_90a", kernels.hopper_scan, "one", 256)
+    case.clear()
+    launches = emulated("sm_90a", seed=2, shuffle=True)
+    case.compiled(*case.args)
+    assert [x.block for x in launches] == [(160, 1, 1)]
+    assert max(case.errors().values()) < WITHIN

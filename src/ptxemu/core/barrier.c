@@ -93,7 +93,6 @@ static MBarrier *at(Warp *w, const Ins *ins, int arg, int lane, Cta **cta)
     return mbar_find(w, *cta, off);
 }
 
-#define FOR_LANES(i, m) for (uint32_t rest_ = (m), i; rest_ && (i = __builtin_ctz(rest_), 1); rest_ &= rest_ - 1)
 
 /* mbarrier.init [a], count */
 static int mbar_init(Warp *w, const Ins *ins, uint32_t m)

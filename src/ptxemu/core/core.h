@@ -312,6 +312,9 @@ static inline void *operand(Warp *w, int32_t off)
     return off >= 0 ? (void *)(w->reg + off) : (void *)(w->constants - (off + 1));
 }
 
+/* For every lane i of the mask m. */
+#define FOR_LANES(i, m) for (uint32_t rest_ = (m), i; rest_ && (i = __builtin_ctz(rest_), 1); rest_ &= rest_ - 1)
+
 /* ---- the table of functions by name ---------------------------------------------------------------------------------------- */
 typedef struct { const char *name; Exec fn; } Entry;
 #define REGISTER(table) \

@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#define FOR_LANES(i, m) for (uint32_t rest_ = (m), i; rest_ && (i = __builtin_ctz(rest_), 1); rest_ &= rest_ - 1)
 
 /* imm[1] of loads, stores and atomics, as lower_memory.py packs it. */
 enum {

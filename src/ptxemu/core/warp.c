@@ -5,7 +5,6 @@
 #include <math.h>
 #include <string.h>
 
-#define FOR_LANES(i, m) for (uint32_t rest_ = (m), i; rest_ && (i = __builtin_ctz(rest_), 1); rest_ &= rest_ - 1)
 
 static void set_predicate(Warp *w, int32_t at, uint32_t m, uint32_t value)
 {

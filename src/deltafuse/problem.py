@@ -162,7 +162,7 @@ class DeltaCall:
     cp_context: Any = None
 
 
-def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+def state_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """One layout from its two names."""
     if transpose_state_layout is None:
         return bool(state_v_first)
@@ -333,7 +333,7 @@ def parse_delta(
         has_initial_state=initial_state is not None, output_final_state=bool(output_final_state),
         state_dtype=initial_state.dtype if isinstance(initial_state, Tensor) else torch.float32,
         intermediate_states=bool(return_intermediate_states),
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout), packed=cu_seqlens is not None, chunk_size=chunk_size,
+        state_v_first=state_layout(state_v_first, transpose_state_layout), packed=cu_seqlens is not None, chunk_size=chunk_size,
         disable_recompute=bool(disable_recompute), use_graph=bool(use_graph), context_parallel=cp_context is not None,
         value_gate=gv is not None, beta_per_value=beta_per_value, pooled=ssm_state_indices is not None,
         inplace=bool(inplace_final_state), requires_grad=requires_grad,

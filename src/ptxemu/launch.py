@@ -101,12 +101,14 @@ class _Memory:
         return array, len(rows)
 
 
-def arch_number(arch: str) -> int:
-    """90 or 100 from `"sm_90a"`, `"sm_100a"` and their like."""
-    numbers = {"sm_90": 90, "sm_90a": 90, "sm_100": 100, "sm_100a": 100, "sm_100f": 100, "sm_103a": 100}
-    if arch not in numbers:
-        raise EmulatorError(f"arch: got {arch!r}; allowed: {', '.join(numbers)}")
-    return numbers[arch]
+ARCHITECTURES = {"sm_90": 90, "sm_90a": 90, "sm_100": 100, "sm_100a": 100, "sm_100f": 100, "sm_103a": 100}
+"""What the core is told of each target that kernels are emulated for."""
+
+
+def check_arch(arch: str) -> None:
+    """Raises EmulatorError for an architecture that is not emulated."""
+    if arch not in ARCHITECTURES:
+        raise EmulatorError(f"arch: got {arch!r}; allowed: {', '.join(ARCHITECTURES)}")
 
 
 @lru_cache(maxsize=64)
@@ -116,8 +118,7 @@ def _program(text: str, name: str) -> Lowered:
     kernels = parse(text)
     if name not in kernels:
         raise EmulatorError(f"kernel: got {name!r}; the PTX has {', '.join(kernels) or 'none'}")
-    known = arch in ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103a")
-    return lower(kernels[name], arch_number(arch) if known else 90)
+    return lower(kernels[name], ARCHITECTURES.get(arch, 90))
 
 
 def _execute(
@@ -327,7 +328,7 @@ def emulate(arch: str, **options: Any) -> Iterator[list[Launched]]:
     Everything behind an ordinary launch function is the kernel's own: host code, grid, tensor maps, parameters. Yields the list of
     launches as it grows. arch: `"sm_90a"` or `"sm_100a"`. options: see `Options`. Raises the first fault from the call that launched.
     """
-    arch_number(arch)
+    check_arch(arch)
     dsl.setup(arch)
     session = _Session(Options(**options))
 

@@ -10,27 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import check_bounds
 from ..problem_conv import ConvCall, ConvUpdateCall
 from ..reference.conv import conv_backward, conv_forward, conv_update
 from ..support import Plan
+from .common import checked_bounds, without_autocast
 
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
 
 
-def _bounds(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, *, check: bool) -> Tensor | None:
-    """Sequence bounds beside x, of which the copy on the CPU is looked at, so that no device is waited for."""
-    host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    if host is None:
-        return None
-    if check:
-        check_bounds(host, x.shape[1])
-    return host if host.device == x.device else cu_seqlens
-
-
-def _without_autocast(x: Tensor) -> torch.autocast:
-    """The arithmetic inside is float32 whatever surrounds the call."""
-    return torch.autocast(x.device.type, enabled=False)
+def _bounds(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
+    """Sequence bounds beside x: the copy that was checked where x is on the CPU, too."""
+    return cu_seqlens if cu_seqlens_cpu is None or x.device.type != "cpu" else cu_seqlens_cpu
 
 
 @torch.library.custom_op(
@@ -50,8 +40,9 @@ def _forward(
     silu: bool,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu, check=True)
-    with _without_autocast(x):
+    checked_bounds(x, cu_seqlens, cu_seqlens_cpu)
+    bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
+    with without_autocast(x):
         y, state = conv_forward(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
     return y, x.new_empty(0) if state is None else state
 
@@ -91,8 +82,8 @@ def _backward(
     grad_state: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu, check=False)
-    with _without_autocast(x):
+    bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
+    with without_autocast(x):
         grads = conv_backward(x, weight, bias, initial_state, bounds, silu, grad_y, grad_state, needs)
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
@@ -146,7 +137,7 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 def _update(
     x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool
 ) -> Tensor:
-    with torch.no_grad(), _without_autocast(x):
+    with torch.no_grad(), without_autocast(x):
         return conv_update(x, cache, weight, bias, residual, silu)
 
 
@@ -159,13 +150,9 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """Run a convolution on the plan's backend: `(y, final state or None)`."""
     p = call.problem
     if plan.backend == "fla":
-        from fla.modules.causal_conv1d import causal_conv1d
+        from . import fla
 
-        y, state = causal_conv1d(
-            call.x, call.weight, call.bias, call.residual, call.initial_state, p.output_final_state,
-            "silu" if p.silu else None, cu_seqlens=call.cu_seqlens, cu_seqlens_cpu=call.cu_seqlens_cpu,
-            chunk_indices=call.chunk_indices, cp_context=call.cp_context,
-        )  # fmt: skip
+        y, state = fla.conv(call)
     else:
         y, state = torch.ops.deltafuse.causal_conv1d_fwd(
             call.x, call.weight, call.bias, call.residual, call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu,
@@ -178,10 +165,9 @@ def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
     """Run an update on the plan's backend: `(y, cache)`."""
     p = call.problem
     if plan.backend == "fla":
-        from fla.modules.causal_conv1d import causal_conv1d_update
+        from . import fla
 
-        activation = "silu" if p.silu else None
-        y, _ = causal_conv1d_update(call.x, call.cache, call.residual, call.weight, call.bias, activation)
+        y = fla.conv_update(call)
     else:
         y = torch.ops.deltafuse.causal_conv1d_update(call.x, call.cache, call.weight, call.bias, call.residual, p.silu)
     return y.view(call.shape), call.cache

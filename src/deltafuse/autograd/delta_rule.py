@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import DeltaCall, DeltaProblem, check_bounds, fail
+from ..problem import DeltaCall, DeltaProblem, fail
 from ..reference.chunk import DeltaTensors, chunk_backward, chunk_forward
 from ..reference.options import CHUNKS_A_WINDOW, DeltaOptions, ceil_div, compute_dtype, kept_states
 from ..reference.recurrent import recurrent_forward, recurrent_serve
 from ..support import Plan
+from .common import checked_bounds, host_bounds, without_autocast
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias"
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool may_end_early"
@@ -33,20 +34,6 @@ def _option_args(p: DeltaProblem) -> OptionArgs:
     )  # fmt: skip
 
 
-def _host_bounds(q: Tensor, cu: Tensor | None, cu_cpu: Tensor | None, may_end_early: bool) -> Tensor | None:
-    """Checked sequence bounds on the CPU: the caller's copy where there is one, so that no device is waited for."""
-    bounds = cu if cu_cpu is None else cu_cpu
-    if bounds is None:
-        return None
-    check_bounds(bounds, q.shape[1], may_end_early=may_end_early)
-    return bounds.cpu()
-
-
-def _without_autocast(q: Tensor) -> Any:
-    """The arithmetic inside is float32 whatever surrounds the call."""
-    return torch.autocast(q.device.type, enabled=False)
-
-
 def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
@@ -59,9 +46,9 @@ def _empty(like: Tensor) -> Tensor:
 )
 def _chunk(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     *options, final, keep, intermediate = rest
-    bounds = _host_bounds(q, cu, cu_cpu, early)
+    bounds = checked_bounds(q, cu, cu_cpu, early)
     tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, bounds)
-    with _without_autocast(q):
+    with without_autocast(q):
         o, state, kept, states = chunk_forward(tensors, DeltaOptions(*options), keep=keep, intermediate=intermediate)
     empty = _empty(q)
     return (
@@ -107,9 +94,8 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest)
 def _backward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     *option_args, kept, grad_o, grad_state = rest
     options = DeltaOptions(*option_args)
-    bounds = cu if cu_cpu is None else cu_cpu
-    tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, None if bounds is None else bounds.cpu())
-    with _without_autocast(q):
+    tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, host_bounds(cu, cu_cpu))
+    with without_autocast(q):
         if kept is None:
             kept = chunk_forward(tensors, options, keep=True)[2]
         grads = chunk_backward(tensors, options, kept, grad_o, grad_state)
@@ -137,9 +123,9 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, *rest):  # type: ignore[n
 )
 def _recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     *options, gv, final = rest
-    bounds = _host_bounds(q, cu, cu_cpu, early)
+    bounds = checked_bounds(q, cu, cu_cpu, early)
     tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, bounds)
-    with torch.no_grad(), _without_autocast(q):
+    with torch.no_grad(), without_autocast(q):
         o, state = recurrent_forward(tensors, DeltaOptions(*options), gv)
     return o, state if final else _empty(q)
 
@@ -205,10 +191,10 @@ _recurrent.register_autograd(_recurrent_grad, setup_context=_recurrent_setup)
     f"{_PACKING}, {_OPTIONS}) -> ()",
 )
 def _serve(q, k, v, g, beta, a_log, dt_bias, pool, indices, accepted, out, states, cu, cu_cpu, early, *options):  # type: ignore[no-untyped-def]
-    bounds = _host_bounds(q, cu, cu_cpu, early)
+    bounds = checked_bounds(q, cu, cu_cpu, early)
     _check_slots(q, pool, indices, accepted, bounds)
     tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, None, bounds)
-    with torch.no_grad(), _without_autocast(q):
+    with torch.no_grad(), without_autocast(q):
         recurrent_serve(tensors, DeltaOptions(*options), pool, indices, accepted, out, states)
 
 

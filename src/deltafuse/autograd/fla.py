@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..problem import DeltaCall, GateCall, check_bounds
+from ..problem_conv import ConvCall, ConvUpdateCall
 
 
 def _common(call: DeltaCall) -> dict[str, Any]:
@@ -78,3 +79,25 @@ def kda_gate(call: GateCall) -> Tensor:
     p = call.problem
     bound = p.lower_bound if p.gate == "bounded" else None
     return fused_kda_gate(call.g, call.a_log, call.dt_bias, bound, p.output_dtype)
+
+
+def conv(call: ConvCall) -> tuple[Tensor, Tensor | None]:
+    """`fla.modules.causal_conv1d.causal_conv1d`."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    p = call.problem
+    y, state = causal_conv1d(
+        call.x, call.weight, call.bias, call.residual, call.initial_state, p.output_final_state,
+        "silu" if p.silu else None, cu_seqlens=call.cu_seqlens, cu_seqlens_cpu=call.cu_seqlens_cpu,
+        chunk_indices=call.chunk_indices, cp_context=call.cp_context,
+    )  # fmt: skip
+    return y, state
+
+
+def conv_update(call: ConvUpdateCall) -> Tensor:
+    """`fla.modules.causal_conv1d.causal_conv1d_update`."""
+    from fla.modules.causal_conv1d import causal_conv1d_update
+
+    activation = "silu" if call.problem.silu else None
+    y, _ = causal_conv1d_update(call.x, call.cache, call.residual, call.weight, call.bias, activation)
+    return y

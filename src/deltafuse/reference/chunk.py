@@ -24,7 +24,7 @@ from torch import Tensor
 from . import inputs
 from .decay import decayed_scores, decayed_scores_backward
 from .layout import ChunkLayout, chunk_layouts
-from .options import CHUNKS_A_WINDOW, DeltaOptions, compute_dtype, kept_states
+from .options import CHUNKS_A_WINDOW, GATE_LOG, DeltaOptions, ceil_div, compute_dtype, kept_states
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def chunk_forward(
     kept = call.new_states(kept_states(call.batch, call.total, options)) if keep else None
     states = None
     if intermediate:
-        chunks = -(-call.total // options.chunk_size)
+        chunks = ceil_div(call.total, options.chunk_size)
         if tensors.cu_seqlens is not None:
             chunks = sum(layout.offsets[-1] for layout in call.layouts)
         states = call.new_states(call.batch * chunks, tensors.q.dtype)
@@ -376,7 +376,7 @@ def chunk_backward(
             draw, da_elements = inputs.gate_backward(window.raw, call.a_log, call.dt_bias, dg, options)
             if da_log is not None and da_elements is not None:
                 da_log += da_elements.sum((0, 2, 3)).view_as(da_log)
-            if ddt_bias is not None and options.gate != "log":
+            if ddt_bias is not None and options.gate != GATE_LOG:
                 ddt_bias += draw.sum((0, 2)).view_as(ddt_bias)
             dbeta = inputs.beta_backward(window.beta, dbeta, options)
             for name, grad in zip(("q", "k", "v", "g", "beta"), (dq, dk, dv, draw, dbeta), strict=True):

@@ -317,7 +317,7 @@ static int bar_red(Warp *w, const Ins *ins, uint32_t m)
 }
 
 /* ---- barrier.cluster --------------------------------------------------------------------------------------------------------- */
-/* imm[0]: 0 arrive, 1 wait; imm[1]: relaxed. The phase that a warp has arrived for is its bit in `token` of the warp. */
+/* imm[0]: 0 arrive, 1 wait; imm[1]: relaxed. The phase that a warp has arrived for is `cluster_phase` of the warp. */
 static int cluster_arrive(Warp *w, const Ins *ins, uint32_t m)
 {
     (void)m;

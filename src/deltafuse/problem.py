@@ -52,6 +52,12 @@ def check_tensor(
     return value
 
 
+def check_written(name: str, value: Tensor) -> None:
+    """A tensor that an op writes must not be expanded: several elements would share memory."""
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        fail(name, f"strides {list(value.stride())}", "a tensor with memory for every element, as it is written")
+
+
 def check_packing(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, batch: int, device: torch.device) -> int:
     """Number of sequences, from the form of `cu_seqlens` alone."""
     if cu_seqlens is None:
@@ -369,6 +375,7 @@ def _check_states(call: DeltaCall, recurrent: bool) -> None:
             fail("inplace_final_state", True, "True only with `initial_state`")
         if p.requires_grad:
             fail("inplace_final_state", True, "True only without gradients (torch.no_grad)")
+        check_written("initial_state", state)
     if call.state_indices is not None:
         indices = call.state_indices
         if state is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import check_packing, check_tensor, describe, fail
+from .problem import check_packing, check_tensor, check_written, describe, fail
 
 _FLA_BACKENDS = ("triton", "cuda", "mix")
 
@@ -172,8 +172,7 @@ def parse_conv_update(
     flat = x.reshape(math.prod(rows), channels)
     sequences = flat.shape[0]
     check_tensor("cache", cache, (sequences, channels, width), device=x.device, axes="[N, D, W]")
-    if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-        fail("cache", f"strides {list(cache.stride())}", "a tensor with memory for every element, as it is written")
+    check_written("cache", cache)
     residual = _residual(residual, x, flat.shape, "[N, D]")
     if _wants_gradients(x, cache, weight, bias, residual):
         instead = "use torch.no_grad, or causal_conv1d with initial_state"

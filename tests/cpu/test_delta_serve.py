@@ -343,3 +343,15 @@ def test_packed_sequences_longer_than_their_slots() -> None:
     ):
         serve(call, pool, ssm_state_indices=torch.tensor([[0, 1], [2, 3]]), inplace_final_state=True)
     assert torch.equal(pool, before)
+
+
+def test_a_state_that_is_written_has_memory_for_every_element() -> None:
+    x = torch.randn(1, 5, 2, 8)
+    arguments = {"q": x, "k": x, "v": x, "g": -x.abs(), "beta": torch.rand(1, 5, 2)}
+    expanded = torch.randn(1, 1, 8, 8).expand(1, 2, 8, 8)
+    for more in ({}, {"ssm_state_indices": torch.tensor([0])}):
+        with pytest.raises(ValueError, match=r"`initial_state`: got strides .* memory for every element"):
+            fused_recurrent_kda(**arguments, initial_state=expanded, inplace_final_state=True, **more)
+    # One that is only read may be expanded.
+    o, _ = fused_recurrent_kda(**arguments, initial_state=expanded)
+    assert torch.equal(o, fused_recurrent_kda(**arguments, initial_state=expanded.clone())[0])

@@ -557,3 +557,11 @@ def test_what_models_hand_over_besides_is_not_read() -> None:
     with torch.no_grad():
         x = tokens(1, 66)
         assert error(recurrent(x)[0], layer(x)[0]) < 1e-10
+
+
+@pytest.mark.parametrize("layer", [KimiDeltaAttention, GatedDeltaNet])
+@pytest.mark.parametrize("name", ["hidden_size", "head_dim", "num_heads", "conv_size"])
+def test_sizes_below_one(layer: type, name: str) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_heads": 4, "conv_size": 4}
+    with pytest.raises(ValueError, match=f"`{name}`: got 0; allowed: 1 or more"):
+        layer(**{**sizes, name: 0})

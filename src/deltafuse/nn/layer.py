@@ -54,6 +54,10 @@ class DeltaRuleLayer(nn.Module):
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         if mode not in MODES:
             fail("mode", repr(mode), ", ".join(map(repr, MODES)))
+        sizes = {"hidden_size": hidden_size, "head_dim": head_dim, "num_heads": num_heads, "conv_size": conv_size}
+        for name, size in sizes.items():
+            if size < 1:
+                fail(name, size, "1 or more")
         if num_v_heads % num_heads != 0:
             fail("num_v_heads", num_v_heads, f"a multiple of num_heads = {num_heads}")
         head_v_dim = round(head_dim * expand_v)

@@ -13,6 +13,7 @@ from .gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from .patch import patch_fla, unpatch_fla
 from .support import UnsupportedError, Verdict
+from .warm import warmup
 
 OPS = (
     "chunk_kda",
@@ -45,4 +46,5 @@ __all__ = [
     "set_backend",
     "unpatch_fla",
     "use_backend",
+    "warmup",
 ]

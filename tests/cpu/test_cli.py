@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 import deltafuse
 from deltafuse import cli, demo
 from deltafuse.cli.app import app
+from deltafuse.kernels.config import CombineConfig
+from deltafuse.runtime import cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +79,7 @@ def test_the_pieces_need_neither_typer_nor_rich(monkeypatch: pytest.MonkeyPatch)
 def test_version_and_help() -> None:
     assert invoke("--version") == f"deltafuse {deltafuse.__version__}"
     shown = invoke("--help")
-    for command in ("info", "explain", "verify", "bench", "demo"):
+    for command in ("info", "explain", "verify", "bench", "demo", "cache"):
         assert command in shown
         assert invoke(command, "--help")
 
@@ -401,3 +403,22 @@ def test_cpu_reference_in_small(
     assert rows["peak a token, long to short"]["met"] == "True"
     names |= {"SPEED_UP": 1e9, "backward_bytes_elsewhere": lambda tokens, threads: 1}
     assert main() == 1
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAFUSE_CACHE_DIR", str(tmp_path / "kernels"))
+    assert invoke("cache", "path") == str(tmp_path / "kernels")
+    assert "0 kernels" in invoke("cache", "list")
+    assert invoke("cache", "clear").startswith("removed 0 kernels")
+    (tmp_path / "kernels").mkdir()
+    for final in (False, True):
+        config = CombineConfig(final=final)
+        cache.store(cache.Entry.of("warp.kda_combine", config, "sm_90a"), bytes(5000), tmp_path / "kernels")
+    shown = invoke("cache", "list")
+    assert shown.count("warp.kda_combine") == 2
+    for part in ("sm_90a", "key_dim=128", "final=True", "2 kernels, 0.0 MB"):
+        assert part in shown
+    assert invoke("cache", "clear").startswith("removed 2 kernels")
+    assert "0 kernels" in invoke("cache", "list")
+    monkeypatch.setenv("DELTAFUSE_CACHE_DIR", "")
+    assert "are not kept" in invoke("cache", "path", code=1)

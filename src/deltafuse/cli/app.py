@@ -8,7 +8,7 @@ import typer
 
 from deltafuse import get_backend
 
-from .commands import bench, demo, explain, info, verify
+from .commands import bench, cache, demo, explain, info, verify
 from .machine import versions
 
 app = typer.Typer(
@@ -44,3 +44,4 @@ app.command("explain")(explain.explain)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
+app.add_typer(cache.app, name="cache")

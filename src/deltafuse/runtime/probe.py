@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,7 +17,8 @@ from .constant import constant
 class Environment:
     """A device and the packages beside it: all that `support` decides by, so that any machine can be described in a test.
 
-    `capability` is CUDA's compute capability, `(9, 0)` for Hopper; `fla`, `dsl` and `triton` are versions, None where not installed.
+    `capability` is CUDA's compute capability, `(9, 0)` for Hopper, `sms` its number of multiprocessors; `fla`, `dsl` and
+    `triton` are versions, None where not installed.
     """
 
     device: str
@@ -25,6 +27,7 @@ class Environment:
     fla: str | None = None
     dsl: str | None = None
     triton: str | None = None
+    sms: int = 0
 
     @property
     def title(self) -> str:
@@ -45,7 +48,7 @@ def _version(module: str, *distributions: str) -> str | None:
 
 
 @cache
-def packages() -> dict[str, str | None]:
+def packages() -> dict[str, Any]:
     """Versions of fla, the CuTe DSL and Triton, None where not installed."""
     return {
         "fla": _version("fla", "fla-core", "flash-linear-attention"),
@@ -57,9 +60,9 @@ def packages() -> dict[str, str | None]:
 @cache
 def _environment(kind: str, index: int | None) -> Environment:
     if kind == "cuda" and torch.cuda.is_available():
-        return Environment(
-            kind, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index), **packages()
-        )
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        return Environment(kind, capability, properties.name, **packages(), sms=properties.multi_processor_count)
     return Environment(kind, None, "CPU" if kind == "cpu" else kind, **packages())
 
 

@@ -91,8 +91,22 @@ def check_bounds(bounds: Tensor, tokens: int, *, may_end_early: bool = False) ->
         fail(name, f"{last} last", f"T = {tokens} last" + (", or less with use_graph" if may_end_early else ""))
 
 
+class _Hashed:
+    """A frozen dataclass that remembers its hash: problems are looked up at every call."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            value = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))  # type: ignore[attr-defined]
+            object.__setattr__(self, "_hash", value)
+            return value
+
+
 @dataclass(frozen=True)
-class DeltaProblem:
+class DeltaProblem(_Hashed):
     """All of a delta-rule call but its tensors.
 
     `gate` is `"log"` (g is the decay's logarithm), `"softplus"` or `"bounded"` (g is raw). `per_key` says whether g has one value per key
@@ -135,6 +149,11 @@ class DeltaProblem:
     inplace: bool = False
     requires_grad: bool = False
     inference_mode: bool = False
+    has_a_log: bool = False
+    has_dt_bias: bool = False
+    bounds_dtype: torch.dtype | None = None
+
+    __hash__ = _Hashed.__hash__  # a frozen dataclass would make its own
 
     @property
     def beta_limit(self) -> float:
@@ -237,7 +256,55 @@ def _matched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def parse_delta(
+_Signature = tuple[object, ...]
+_parsed: dict[_Signature, DeltaProblem] = {}
+_REMEMBERED = 4096
+"""Signatures of calls that are kept."""
+
+
+def _signature(op: str, tensors: tuple[Tensor, ...], rest: dict[str, Any]) -> _Signature | None:
+    """All of a chunked call that `parse_delta` looks at; None where that is not a plain tuple."""
+    if torch.compiler.is_compiling() or rest.get("cp_context") is not None or rest.get("recurrent"):
+        return None
+    found: list[object] = [op, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    try:
+        for x in tensors:
+            found += (x.shape, x.dtype, x.device, x.requires_grad)
+        for name, x in rest.items():
+            if isinstance(x, Tensor):
+                found += (name, x.shape, x.dtype, x.device, x.requires_grad)
+            elif x is not None:
+                found += (name, type(x), x)
+        q, k, v = tensors[:3]
+        signature = tuple(found)
+        hash(signature)
+        return signature if q.dtype == k.dtype == v.dtype else None  # else autocast decides
+    except (AttributeError, TypeError):
+        return None
+
+
+def parse_delta(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **rest: Any) -> DeltaCall:
+    """Check one call of a delta-rule op and return it parsed; the arguments are those of the public ops.
+
+    A chunked call like an earlier one, in all that is checked, takes over the earlier one's problem.
+    """
+    signature = _signature(op, (q, k, v, g, beta), rest)
+    problem = None if signature is None else _parsed.get(signature)
+    if problem is not None:
+        a_log, bias = (rest.get("A_log"), rest.get("dt_bias")) if problem.gate != "log" else (None, None)
+        return DeltaCall(
+            problem, q, k, v, g, beta, None if a_log is None else a_log.reshape(-1), None if bias is None else bias.reshape(-1),
+            initial_state=rest.get("initial_state"), cu_seqlens=rest.get("cu_seqlens"), cu_seqlens_cpu=rest.get("cu_seqlens_cpu"),
+        )  # fmt: skip
+    call = _parse_delta(op, q, k, v, g, beta, **rest)
+    if signature is not None:
+        if len(_parsed) >= _REMEMBERED:
+            _parsed.clear()
+        _parsed[signature] = call.problem
+    return call
+
+
+def _parse_delta(
     op: str,
     q: Tensor,
     k: Tensor,
@@ -275,7 +342,6 @@ def parse_delta(
     num_accepted_tokens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> DeltaCall:
-    """Check one call of a delta-rule op and return it parsed; the arguments are those of the public ops."""
     q, k, v = _matched(q, k, v)
     check_tensor("q", q, axes="[B, T, H, K]")
     if q.dim() != 4 or 0 in q.shape[2:]:
@@ -344,6 +410,8 @@ def parse_delta(
         value_gate=gv is not None, beta_per_value=beta_per_value, pooled=ssm_state_indices is not None,
         inplace=bool(inplace_final_state), requires_grad=requires_grad,
         inference_mode=not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
+        has_a_log=a_log is not None, has_dt_bias=bias is not None,
+        bounds_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
     )  # fmt: skip
     call = DeltaCall(
         problem, q, k, v, g, beta, a_log, bias, gv, initial_state, cu_seqlens, cu_seqlens_cpu,

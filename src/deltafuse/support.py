@@ -59,8 +59,37 @@ class Plan:
     skipped: tuple[Verdict, ...] = ()
 
 
+ARCHITECTURES = {(9, 0): "Hopper"}
+"""Compute capabilities that own kernels are made for."""
+
+
 def _cute(problem: Problem, env: Environment) -> str | None:
-    return f"this version has no GPU kernel for {problem.op}"
+    if problem.op != "chunk_kda":
+        return f"this version has no GPU kernel for {problem.op}"
+    if env.device != "cuda":
+        return f"kernels run on a GPU, the tensors are on {env.device}"
+    if env.capability not in ARCHITECTURES:
+        return f"this version has kernels for {', '.join(ARCHITECTURES.values())}, not for {env.title}"
+    if env.dsl is None:
+        return "the CuTe DSL is not installed (pip install 'deltafuse[cuda]')"
+    return _cute_chunk(problem)
+
+
+def _cute_chunk(problem: Problem) -> str | None:
+    """Where the chunked kernels do not reach."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"kernels take bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.batch == 0 or problem.tokens == 0:
+        return "kernels take no empty input"
+    if getattr(problem, "key_dim", 0) > 128:
+        return f"kernels take K up to 128, not {getattr(problem, 'key_dim', 0)}"
+    if getattr(problem, "value_dim", 0) > 512:
+        return f"kernels take V up to 512, not {getattr(problem, 'value_dim', 0)}"
+    if getattr(problem, "intermediate_states", False) and getattr(problem, "chunk_size", 64) != 64:
+        return f"kernels return the states of chunks of 64, not {getattr(problem, 'chunk_size', 64)}"
+    if problem.context_parallel:
+        return "cp_context (context parallel) runs in fla alone"
+    return None
 
 
 def _fla(problem: Problem, env: Environment) -> str | None:
@@ -132,14 +161,12 @@ def choose(problem: Problem, env: Environment, requested: str = "auto") -> Plan:
 
     Raises `UnsupportedError` where the requested backend, or every one, cannot take it.
     """
-    all_verdicts = verdicts(problem, env)
     skipped: list[Verdict] = []
-    for verdict in all_verdicts:
-        if requested not in ("auto", verdict.backend):
-            continue
-        if verdict.supported:
-            return Plan(verdict.backend, tuple(skipped))
-        skipped.append(verdict)
-    able = ", ".join(repr(v.backend) for v in all_verdicts if v.supported) or "no backend takes this call"
+    for name in BACKENDS if requested == "auto" else (requested,):
+        why = _RULES[name](problem, env)
+        if why is None:
+            return Plan(name, tuple(skipped))
+        skipped.append(Verdict(name, False, why))
+    able = ", ".join(repr(v.backend) for v in verdicts(problem, env) if v.supported) or "no backend takes this call"
     why = "; ".join(f"{v.backend}: {v.reason}" for v in skipped)
     raise UnsupportedError(f"`backend`: got {requested!r} for {problem.op} on {env.title}: {why}; allowed: {able}")

@@ -84,6 +84,27 @@ ASKED: list[tuple[str, Any, str | None]] = [
     ("fused_recurrent_gated_delta_rule, training", problem("fused_recurrent_gated_delta_rule", leaves=True), "no gradient"),
     ("fused_kda_gate", problem_of("fused_kda_gate", torch.zeros(2, 3, 4, device="meta"), torch.zeros(3, device="meta"))[0], None),
 ]  # fmt: skip
+# Why this package's own kernels cannot take it on the GPUs that they are made for (absent: they can).
+NOT_OWN = {
+    "chunk_kda, float64": "bfloat16 and float16, not float64",
+    "chunk_kda, no tokens": "empty",
+    "chunk_kda, no rows": "empty",
+    "chunk_kda, K 256": "K up to 128, not 256",
+    "chunk_kda, K 257": "K up to 128, not 257",
+    **{name: "no GPU kernel" for name, asked, _ in ASKED if asked.op != "chunk_kda"},
+}
+OWN_ON = {(9, 0)}
+
+
+def reason_against(asked: Any, machine: Environment) -> str | None:
+    """What the own kernels' verdict says, None where they take the call."""
+    if asked.op == "chunk_kda" and machine.device != "cuda":
+        return "on a GPU, the tensors are on cpu"
+    if asked.op == "chunk_kda" and machine.capability not in OWN_ON:
+        return "Hopper, not for NVIDIA B200"
+    return NOT_OWN.get(next(name for name, p, _ in ASKED if p is asked))
+
+
 every_case = pytest.mark.parametrize(("asked", "why"), [(p, why) for _, p, why in ASKED], ids=[n for n, *_ in ASKED])
 
 
@@ -93,16 +114,17 @@ every_case = pytest.mark.parametrize(("asked", "why"), [(p, why) for _, p, why i
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: f"{m.title}, fla {m.fla}")
 @every_case
 def test_auto(asked: Any, why: str | None, machine: Environment) -> None:
-    """fla where it is there and can; plain torch everywhere else; every one that was passed over says why."""
+    """Own kernels, else fla where it is there and can, else plain torch; every one that was passed over says why."""
     plan = choose(asked, machine)
+    against = reason_against(asked, machine)
     takes = machine.device == "cuda" and machine.fla is not None and why is None
-    assert plan.backend == ("fla" if takes else "torch")
+    assert plan.backend == ("cute" if against is None else "fla" if takes else "torch")
     assert [v.backend for v in plan.skipped] == list(BACKENDS[: BACKENDS.index(plan.backend)])
     assert all(not v.supported and v.reason for v in plan.skipped)
     found = {v.backend: v for v in verdicts(asked, machine)}
     assert list(found) == ["cute", "fla", "torch"]
-    assert not found["cute"].supported
-    assert asked.op in found["cute"].reason
+    assert found["cute"].supported == (against is None)
+    assert against is None or against in found["cute"].reason
     assert found["torch"].supported
     assert found["fla"].supported == takes
     if machine.device != "cuda":
@@ -153,7 +175,19 @@ def test_the_decision_is_pure(asked: Any, why: str | None, monkeypatch: pytest.M
 def test_intermediate_states_of_fla() -> None:
     with torch.inference_mode():
         asked = problem(return_intermediate_states=True)
-    assert choose(asked, H100_FLA).backend == "fla"
+        halves = problem(return_intermediate_states=True, chunk_size=32)
+    assert choose(asked, B200_FLA).backend == "fla"
+    assert choose(asked, H100_FLA).backend == "cute"
+    assert choose(halves, H100_FLA).backend == "fla"
+    assert "chunks of 64, not 32" in verdicts(halves, H100_FLA)[0].reason
+
+
+def test_own_kernels_need_their_compiler() -> None:
+    bare = dataclasses.replace(H100, dsl=None)
+    assert choose(problem(), bare).backend == "torch"
+    assert "CuTe DSL is not installed" in verdicts(problem(), bare)[0].reason
+    wide = problem(options={"V": 513})
+    assert "V up to 512, not 513" in verdicts(wide, H100)[0].reason
 
 
 def test_context_parallel_is_flas() -> None:
@@ -291,7 +325,7 @@ def use_and_explain(name: str, call: Call) -> Any:
 @pytest.mark.parametrize("machine", GPUS, ids=lambda m: f"{m.title}, fla {m.fla}")
 def test_explain_on_another_machine(machine: Environment) -> None:
     found = explain_problem(problem(), machine)
-    assert found.chosen == ("fla" if machine.fla else "torch")
+    assert found.chosen == ("cute" if machine.capability in OWN_ON else "fla" if machine.fla else "torch")
     assert found.device == machine.title
     assert str(found).startswith(f"chunk_kda on {machine.title}, backend 'auto': {found.chosen}")
 
@@ -397,7 +431,7 @@ def test_another_backend_is_noticed_under_compile() -> None:
     call = make("kda", T=5)
     compiled = torch.compile(lambda t: chunk_kda(**t)[0], fullgraph=True, backend="eager")
     want = compiled(call.tensors)
-    with use_backend("cute"), pytest.raises(Exception, match="no GPU kernel for chunk_kda"):
+    with use_backend("cute"), pytest.raises(Exception, match="kernels run on a GPU"):
         compiled(call.tensors)
     assert torch.equal(compiled(call.tensors), want)
 

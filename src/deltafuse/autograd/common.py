@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..problem import check_bounds
 
@@ -27,3 +28,29 @@ def checked_bounds(
     if bounds is not None:
         check_bounds(bounds, x.shape[1], may_end_early=may_end_early)
     return bounds
+
+
+# Bounds that were looked at, each with the version of its values and the tokens that they were checked for.
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def check_once(
+    x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, may_end_early: bool = False
+) -> None:
+    """The values of the bounds, for ops that use them on the device alone: looked at once a tensor, since looking waits for the device.
+
+    The caller's copy on the CPU is looked at every time. A CUDA graph's capture cannot wait: kernels keep to the tensors' memory whatever
+    the values are.
+    """
+    if cu_seqlens is None:
+        return
+    if cu_seqlens_cpu is not None:
+        check_bounds(cu_seqlens_cpu, x.shape[1], may_end_early=may_end_early)
+        return
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    state = (version, x.shape[1], may_end_early)
+    if _seen.get(cu_seqlens) != state:
+        check_bounds(cu_seqlens, x.shape[1], may_end_early=may_end_early)
+        _seen[cu_seqlens] = state

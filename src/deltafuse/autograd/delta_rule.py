@@ -229,6 +229,10 @@ def chunk(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None] | tuple[T
         from . import fla
 
         return fla.chunk(call)
+    if plan.backend == "cute":
+        from . import kda
+
+        return kda.chunk(call)
     o, state, _, states = torch.ops.deltafuse.chunk_delta_rule(
         *_tensor_args(call), call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, *_option_args(p),
         p.output_final_state, p.requires_grad, p.intermediate_states,

@@ -17,7 +17,8 @@ class PrepareConfig:
     """`warp.kda_prepare`: raw q, k, gate and beta of a chunk to the operands of the scan.
 
     `gate` is "log" (g is the decay's natural logarithm), "softplus" or "bounded" (g is raw); `a_log`, `dt_bias` say whether these
-    parameters are there. `cu_seqlens` is the dtype of the packed sequences' bounds, "" where sequences are not packed.
+    parameters are there. `cu_seqlens` is the dtype of the packed sequences' bounds, "" where sequences are not packed. `inverse`: the
+    inverse without beta, and beta as the chunks have it, are wanted too, for the backward pass.
     """
 
     dtype: str = "bfloat16"
@@ -30,6 +31,7 @@ class PrepareConfig:
     l2norm: bool = False
     beta_sigmoid: bool = False
     cu_seqlens: str = ""
+    inverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,8 @@ class ConvConfig:
     cu_seqlens: str = ""
     vector: int = 8
     columns: int = 128
-    rows: int = 4
-    batch: int = 2
+    rows: int = 8
+    batch: int = 4
     blocks: int = 4
 
 
@@ -247,3 +249,34 @@ class LayerDecodeConfig:
     final_dtype: str = "float32"
     final: bool = True
     state_v_first: bool = True
+
+
+@dataclass(frozen=True)
+class InterConfig:
+    """`sm90.kda_inter`: gradients of a chunk's factors and scores, `tile` columns of V at a time (64 or 128)."""
+
+    dtype: str = "bfloat16"
+    key_dim: int = 128
+    tile: int = 128
+    cu_seqlens: str = ""
+
+
+@dataclass(frozen=True)
+class ReverseConfig:
+    """`sm90.kda_reverse`: the serial pass of the backward over chunks, from the last to the first.
+
+    `tile`, `cluster`, `state_v_first`, `cu_seqlens` as in `ScanConfig`. `initial`: whether the final state has a gradient, `final`: whether
+    that of the initial state is wanted. `readout`: whether y, dv and the chunks' states' gradients are wanted. `transition`: compute the
+    map of states' gradients instead (do is zero, the first gradient the identity, K columns).
+    """
+
+    dtype: str = "bfloat16"
+    key_dim: int = 128
+    tile: int = 64
+    cluster: int = 1
+    state_v_first: bool = False
+    initial: bool = False
+    final: bool = False
+    readout: bool = True
+    transition: bool = False
+    cu_seqlens: str = ""

@@ -1,0 +1,130 @@
+"""KDA's custom op on this package's own kernels, with its gradients.
+
+Gradients are those of the plain torch path, from the call's own inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import maybe_current_level
+
+from ..problem import DeltaCall
+from ..reference.options import ceil_div
+from ..runtime.probe import Environment, environment
+from .common import check_once, host_bounds
+from .kda_cute import ARCHITECTURES, Flags, Kernels, flags_of, forward, kernels_for, kernels_of
+
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool may_end_early, float scale, str gate, float lower_bound, bool l2norm, "
+    "bool beta_sigmoid, float beta_limit, bool state_v_first, bool final, bool states) -> (Tensor, Tensor, Tensor)"
+)
+_TENSORS = 10  # tensors at the front of the schema
+_READ = 8  # of which the backward pass reads again
+
+
+@torch.library.custom_op("deltafuse::kda_forward", mutates_args=(), schema=_SCHEMA)
+def _forward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
+    flags = Flags(*rest)
+    env = environment(q.device.type, q.device.index)
+    kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, flags, env.sms)
+    results = _run((q, k, v, g, beta, a_log, dt_bias, initial_state), cu, cu_cpu, early, flags, kernels, env)
+    empty = q.new_empty(0)
+    return tuple(empty.clone() if x is None else x for x in results)
+
+
+def _run(
+    tensors: tuple[Any, ...],
+    cu: Tensor | None,
+    cu_cpu: Tensor | None,
+    early: bool,
+    flags: Flags,
+    kernels: Kernels,
+    env: Environment,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q = tensors[0]
+    if cu is not None:
+        check_once(q, cu, cu_cpu, early)
+    assert env.capability is not None
+    arch = ARCHITECTURES[env.capability]
+    o, state, states = forward(*tensors, cu, flags, kernels, arch)  # type: ignore[call-arg]
+    return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu))
+
+
+def _by_chunk(states: Tensor, q: Tensor, bounds: Tensor | None) -> Tensor:
+    """States by slot to `[B, NT, ...]`, NT the chunks of all sequences where they are packed."""
+    if bounds is None:
+        return states.unflatten(0, (q.shape[0], -1))
+    counts = [ceil_div(int(n), 64) for n in bounds.diff()]
+    index = [
+        int(b) // 64 + n + c for n, (b, count) in enumerate(zip(bounds[:-1], counts, strict=True)) for c in range(count)
+    ]
+    return states[torch.tensor(index, device=states.device, dtype=torch.int64)].unsqueeze(0)
+
+
+@_forward.register_fake
+def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *flags):  # type: ignore[no-untyped-def]
+    f = Flags(*flags)
+    n = q.shape[0] if cu is None else cu.shape[0] - 1
+    inner = (v.shape[3], q.shape[3]) if f.state_v_first else (q.shape[3], v.shape[3])
+    empty = q.new_empty(0)
+    state = q.new_empty((n, v.shape[2], *inner), dtype=torch.float32) if f.final else empty
+    states = empty.clone()
+    if f.states:
+        chunks = ceil_div(q.shape[1], 64) if cu is None else torch.library.get_ctx().new_dynamic_size()
+        states = q.new_empty((q.shape[0], chunks, v.shape[2], *inner))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state, states
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.early = inputs[_TENSORS]
+    ctx.flags = Flags(*inputs[_TENSORS + 1 :])
+    ctx.count = len(inputs)
+
+
+def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    *read, cu, cu_cpu = ctx.saved_tensors
+    f = ctx.flags
+    if grad_o is None:
+        grad_o = torch.zeros_like(read[2])
+    options = (f.scale, f.gate, f.lower_bound, f.l2norm, f.beta_sigmoid, f.beta_limit, f.state_v_first, 64, 8)
+    grads = torch.ops.deltafuse.chunk_delta_rule_backward(
+        *read, cu, cu_cpu, ctx.early, *options, None, grad_o, grad_state if f.final else None
+    )
+    wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
+    own = [grad if x is not None and need else None for grad, x, need in wanted]
+    return *own, *([None] * (ctx.count - _READ))
+
+
+_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+def _observed() -> bool:
+    """Whether modes, functional transforms or tensor subclasses may want to see the op."""
+    return _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or maybe_current_level() is not None
+
+
+def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Run a chunked KDA call on this package's kernels."""
+    p = call.problem
+    tensors = (call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state)
+    bounds = (call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
+    state: Tensor | None
+    states: Tensor | None
+    if p.requires_grad or torch.compiler.is_compiling() or _observed():
+        o, state, states = torch.ops.deltafuse.kda_forward(*tensors, *bounds, *flags_of(p).arguments)
+    else:  # the dispatcher would have nothing to do but take its time
+        env = environment(p.device.type, p.device.index)
+        flags, kernels = flags_of(p), kernels_of(p, env.sms)
+        o, state, states = _run(tensors, *bounds, flags, kernels, env)
+    final = state if p.output_final_state else None
+    if not p.intermediate_states:
+        return o, final
+    assert states is not None
+    return o, final, states

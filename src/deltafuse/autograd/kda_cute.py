@@ -1,0 +1,315 @@
+"""KDA's forward pass on this package's own kernels: which kernels a call needs, their order, and the custom op.
+
+    prepare   q, k, g, beta -> factors, scores, decay     every chunk and value head at once
+    scan      factors, scores, decay, v -> o, state       chunk after chunk
+
+Where sequences and heads are few, the scan runs by segments: `scan` without output gives every segment's state from zero and
+its transition, `combine` every segment's initial state, and a second `scan` the output (see `kernels.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig
+from ..kernels.schedule import Schedule, schedule
+from ..problem import DeltaProblem
+from ..runtime import cache
+
+Load = Callable[[str, Any, str], Callable[..., Any]]
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
+
+
+@lru_cache(maxsize=4096)
+def padded(size: int, allowed: tuple[int, ...]) -> int:
+    """The next size that kernels take."""
+    return next(x for x in allowed if x >= size)
+
+
+ARCHITECTURES = {(9, 0): "sm_90a"}
+"""Compute capabilities that have kernels, and what these are compiled for."""
+KEY_DIMS = (64, 128)
+VALUE_DIMS = tuple(range(64, 513, 64))
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a call computes, beside its tensors: the custom op's plain arguments."""
+
+    scale: float
+    gate: str
+    lower_bound: float
+    l2norm: bool
+    beta_sigmoid: bool
+    beta_limit: float
+    state_v_first: bool
+    final: bool
+    states: bool
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields in order, as the custom op takes them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one call, each a name and what it is compiled for, and the schedule of its scan."""
+
+    prepare: PrepareConfig
+    scan: ScanConfig
+    schedule: Schedule
+    segment: ScanConfig | None = None
+    transition: ScanConfig | None = None
+    combine: CombineConfig | None = None
+
+    def __iter__(self) -> Any:
+        yield "warp.kda_prepare", self.prepare
+        if self.segment is not None:
+            yield "sm90.kda_scan", self.segment
+            yield "sm90.kda_scan", self.transition
+            yield "warp.kda_combine", self.combine
+        yield "sm90.kda_scan", self.scan
+
+
+@lru_cache(maxsize=4096)
+def plan_kernels(
+    flags: Flags,
+    *,
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    beta_dtype: torch.dtype,
+    a_log: bool,
+    dt_bias: bool,
+    initial: bool,
+    cu_seqlens: torch.dtype | None,
+    sequences: int,
+    tokens: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    sms: int,
+    plan: Schedule | None = None,
+) -> Kernels:
+    """The kernels of a call of these sizes, `key_dim` and `value_dim` as padded."""
+    io, bounds = _NAMES[dtype], "" if cu_seqlens is None else _INTEGERS[cu_seqlens]
+    prepare = PrepareConfig(
+        dtype=io, key_dim=key_dim, gate=flags.gate, gate_dtype=_NAMES.get(gate_dtype, "float32"),
+        beta_dtype=_NAMES.get(beta_dtype, "float32"), a_log=a_log, dt_bias=dt_bias, l2norm=flags.l2norm,
+        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds,
+    )  # fmt: skip
+    plan = plan or schedule(sequences, tokens, value_heads, key_dim, value_dim, sms, packed=cu_seqlens is not None)
+    common: dict[str, Any] = dict(dtype=io, key_dim=key_dim, cu_seqlens=bounds)
+    if plan.segments == 1:
+        scan = ScanConfig(
+            **common, tile=plan.tile, cluster=plan.cluster, state_v_first=flags.state_v_first, initial=initial, final=flags.final,
+            states=flags.states,
+        )  # fmt: skip
+        return Kernels(prepare, scan, plan)
+    scan = ScanConfig(
+        **common,
+        tile=plan.tile,
+        cluster=plan.cluster,
+        state_v_first=flags.state_v_first,
+        initial=True,
+        states=flags.states,
+    )
+    segment = ScanConfig(
+        **common, tile=64, cluster=2 if value_dim % 128 == 0 else 1, state_v_first=True, final=True, readout=False
+    )
+    transition = ScanConfig(
+        **common,
+        tile=64,
+        cluster=2 if key_dim == 128 else 1,
+        state_v_first=True,
+        final=True,
+        readout=False,
+        transition=True,
+    )
+    combine = CombineConfig(key_dim, flags.state_v_first, initial, flags.final)
+    return Kernels(prepare, scan, plan, segment, transition, combine)
+
+
+def kernels_for(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    a_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    flags: Flags,
+    sms: int,
+    plan: Schedule | None = None,
+) -> Kernels:
+    """The kernels for these tensors; `plan` replaces the schedule that the cost model chooses."""
+    batch, tokens, _, key_dim = q.shape
+    return plan_kernels(
+        flags, dtype=q.dtype, gate_dtype=g.dtype, beta_dtype=beta.dtype, a_log=a_log is not None, dt_bias=dt_bias is not None,
+        initial=initial_state is not None, cu_seqlens=None if cu_seqlens is None else cu_seqlens.dtype,
+        sequences=batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, tokens=tokens, value_heads=v.shape[2],
+        key_dim=padded(key_dim, KEY_DIMS), value_dim=padded(v.shape[3], VALUE_DIMS), sms=sms, plan=plan,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def kernels_of(problem: DeltaProblem, sms: int) -> Kernels:
+    """The kernels that a checked call runs."""
+    p = problem
+    return plan_kernels(
+        flags_of(p), dtype=p.dtype, gate_dtype=p.gate_dtype, beta_dtype=p.beta_dtype, a_log=p.has_a_log, dt_bias=p.has_dt_bias,
+        initial=p.has_initial_state, cu_seqlens=p.bounds_dtype, sequences=p.sequences, tokens=p.tokens,
+        value_heads=p.value_heads, key_dim=padded(p.key_dim, KEY_DIMS), value_dim=padded(p.value_dim, VALUE_DIMS), sms=sms,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def flags_of(p: DeltaProblem) -> Flags:
+    """The flags of a checked call."""
+    return Flags(
+        p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first, p.output_final_state,
+        p.intermediate_states,
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself where its rows are contiguous and start at multiples of 16 bytes, else one copy."""
+    unit = 16 // x.element_size()
+    dense = x.is_contiguous()
+    fine = x.data_ptr() % 16 == 0
+    if not dense or x.shape[-1] % unit:
+        fine = fine and x.stride(-1) == 1
+        fine = fine and all(s % unit == 0 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    return x if fine else x.clone() if dense else x.contiguous()
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """x with zeros up to `size` columns, aligned for the kernels."""
+    return _aligned(x) if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
+
+
+def _float(x: Tensor | None, width: int, size: int) -> Tensor | None:
+    """A parameter of the gate in float32, its rows of `width` padded to `size`."""
+    if x is None:
+        return None
+    if x.dtype != torch.float32 or not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.detach().float().contiguous().clone()
+    return x if width == size else pad(x.reshape(-1, width), (0, size - width)).reshape(-1)
+
+
+def _padded_state(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> Tensor:
+    columns, rows = (key_dim, value_dim) if v_first else (value_dim, key_dim)
+    have_rows, have_columns = state.shape[-2:]
+    if (have_rows, have_columns) == (rows, columns):
+        return _aligned(state.contiguous())
+    return pad(state, (0, columns - have_columns, 0, rows - have_rows))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    a_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    flags: Flags,
+    kernels: Kernels,
+    arch: str,
+    load: Load = cache.load,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o, the final state and every slot's first state (the latter two None where not asked for), computed by the kernels.
+
+    A slot is a chunk's place in the workspace: see `slots`.
+    """
+    batch, tokens, _, width = q.shape
+    value_heads, value_width = v.shape[2:]
+    key_dim, value_dim = padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    if g.dtype not in _NAMES:
+        g = g.float()
+    if beta.dtype not in _NAMES:
+        beta = beta.float()
+    q, k, g, v = _widened(q, key_dim), _widened(k, key_dim), _widened(g, key_dim), _widened(v, value_dim)
+    count = slots(batch, tokens, sequences, cu_seqlens is not None)
+    factors = q.new_empty((count, value_heads, 3, key_dim // 64, 64, 64))
+    scores = q.new_empty((count, value_heads, 2, 64, 64))
+    decay = q.new_empty((count, value_heads, key_dim), dtype=torch.float32)
+    operands = (factors, scores, decay)
+    load("warp.kda_prepare", kernels.prepare, arch)(
+        q, k, g, beta, _float(a_log, 1, 1), _float(dt_bias, width, key_dim), cu_seqlens, *operands, None,
+        flags.scale, flags.lower_bound, flags.beta_limit,
+    )  # fmt: skip
+    inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
+    state_shape = (sequences, value_heads, *inner)
+    h0 = None if initial_state is None else _padded_state(initial_state, key_dim, value_dim, flags.state_v_first)
+    ht = q.new_empty(state_shape, dtype=torch.float32) if flags.final else None
+    hs = q.new_empty((count, *state_shape[1:])) if flags.states else None
+    o = q.new_empty((batch, tokens, value_heads, value_dim))
+    own_final = ht
+    if kernels.segment is not None:
+        h0 = _segment_states(kernels, operands, v, h0, ht, cu_seqlens, state_shape, arch, load)
+        own_final = None
+    length = (kernels.schedule.segments, kernels.schedule.segment_chunks)
+    load("sm90.kda_scan", kernels.scan, arch)(*operands, v, h0, cu_seqlens, o, own_final, hs, *length)
+    return _narrowed(o, ht, hs, width, value_width, flags.state_v_first)
+
+
+def _segment_states(
+    kernels: Kernels,
+    operands: tuple[Tensor, ...],
+    v: Tensor,
+    h0: Tensor | None,
+    ht: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_shape: tuple[int, ...],
+    arch: str,
+    load: Load,
+) -> Tensor:
+    """Every segment's initial state; writes the final state `ht` where it is wanted."""
+    assert kernels.segment is not None
+    plan = kernels.schedule
+    sequences, value_heads = state_shape[:2]
+    key_dim, value_dim = operands[2].shape[2], v.shape[3]
+    units = sequences * plan.segments
+    factors = operands[0]
+    ends = factors.new_empty((units, value_heads, value_dim, key_dim), dtype=torch.float32)
+    transitions = factors.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
+    starts = factors.new_empty((units, *state_shape[1:]), dtype=torch.float32)
+    length = (plan.segments, plan.segment_chunks)
+    load("sm90.kda_scan", kernels.segment, arch)(*operands, v, None, cu_seqlens, None, ends, None, *length)
+    load("sm90.kda_scan", kernels.transition, arch)(*operands, None, None, cu_seqlens, None, transitions, None, *length)
+    load("warp.kda_combine", kernels.combine, arch)(ends, transitions, h0, starts, ht, plan.segments)
+    return starts
+
+
+def slots(batch: int, tokens: int, sequences: int, packed: bool) -> int:
+    """Places for chunks in the workspace. Packed: chunk c of sequence n, which starts at token b, has slot b // 64 + n + c."""
+    return tokens // CHUNK + sequences if packed else batch * -(-tokens // CHUNK)
+
+
+def _narrowed(
+    o: Tensor, ht: Tensor | None, hs: Tensor | None, key_dim: int, value_dim: int, v_first: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Outputs without the columns that were padded."""
+    if o.shape[-1] != value_dim:
+        o = o[..., :value_dim].contiguous()
+    rows, columns = (value_dim, key_dim) if v_first else (key_dim, value_dim)
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[-2:] == (rows, columns) else x[..., :rows, :columns].contiguous()
+
+    return o, cut(ht), cut(hs)

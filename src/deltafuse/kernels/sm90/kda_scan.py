@@ -1,0 +1,700 @@
+"""KDA forward on Hopper: the serial pass over chunks.
+
+For every chunk of 64 tokens, with the state S [K, V] in fp32 and the operands of `warp.kda_prepare` in the io dtype
+
+    R  = v + kd S              v' = M' R
+    o  = qg S + Aqk v'         S <- diag(decay) S + kg^T v'
+
+Everything is computed transposed, so that S^T stays in wgmma accumulators and every left operand is made of accumulators in registers:
+
+    R^T  = v^T + S^T kd^T             64 x 64 x K,  A = S^T rounded
+    o^T  = S^T qg^T                   64 x 64 x K,  the same A
+    v'^T = R^T M'^T                   64 x 64 x 64, A = R^T rounded
+    S^T  = S^T diag(decay) + v'^T kg  64 x K x 64,  A = v'^T rounded
+    o^T  = o^T + v'^T Aqk^T           64 x 64 x 64, the same A
+
+Work: a CTA takes one unit (sequence n, segment s of its chunks), one value head and `tile` columns of V, 64 for each consumer warpgroup:
+index ((n * segments + s) * HV + hv) * (V / tile) + tile. Segment s has the chunks from s * segment_chunks on; states are indexed by unit
+n * segments + s. A unit without chunks passes its state through.
+
+Warps: consumer warpgroups first, then one warp that fetches operands (bulk copies of panels that lie in memory as they are wanted in shared
+memory; a cluster's CTAs fetch a half each for both), then one that fetches v (tensor copies, whose rows may start at any token).
+
+Pipelines: `operands` (kd, qg, kg, M', Aqk, decay of a chunk; `stages` deep) and `values` (v^T; read into registers a chunk ahead).
+
+Timeline of a consumer's chunk c; on the left the products as the tensor cores have them, on the right what goes on meanwhile:
+
+    S^T kd^T, k < 64         | S^T, k >= 64, is rounded
+    S^T kd^T, k >= 64        | o(c-1) to shared memory and its copy out; decay and v(c+1) to registers
+    half of S^T qg^T         | S^T times decay; R^T rounded
+    R^T M'^T                 |
+    other half of S^T qg^T   | v'^T rounded
+    v'^T kg, k < 64          |
+    v'^T Aqk^T               | S^T, k < 64, rounded; wait for the next chunk's operands
+    v'^T kg, k >= 64         | o(c) rounded; v(c+1) into the accumulators of R
+
+Shared memory at K = 128: 64.5 KB a stage (three), v and o 16 KB each (two slots of 64 x 64 with one warpgroup, one each with two).
+
+Rows after a sequence's end: the operands are zero there; v is loaded from whatever follows (the next sequence, or zeros outside the tensor)
+and selected away, and o is stored row by row. Without packing the tensor copies end where a sequence does.
+
+Constraints: K 64 or 128; V a multiple of `tile` * `cluster`; v and o with a contiguous last dimension, other strides multiples of 16 bytes.
+
+Order matters to ptxas as much as to the tensor cores: no accumulator may be in flight over the loop's back edge, and a `wait_group` that
+waits for nothing keeps it from waiting for everything where registers beside those in flight are touched. R and o have accumulators of
+their own: one product of 64 x 128 columns for both, taken apart afterwards, made ptxas serialise all of them.
+"""
+
+# mypy: ignore-errors
+# A nested `if` is one of compile time and one of run time, which `and` would make one of run time.
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from ...tile.bulk import bulk_load
+from ...tile.fragments import keep_columns, round_to, widen
+from ...tile.state import part_of, set_identity, transposed
+from ...tile.wgmma import product
+from ..config import CHUNK, ScanConfig
+
+SHARED_MEMORY = 227 * 1024
+PANEL = 64 * 64
+"""Elements of a panel: 64 rows of 64 columns."""
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16, "int32": Int32, "int64": Int64}
+
+
+class KdaScan:
+    """The kernel for one `ScanConfig`.
+
+    `stages`, `v_stages`, `o_stages` override the depth of its pipelines, `early` how many of the K / 16 steps of S^T qg^T are issued
+    before R is there.
+    """
+
+    def __init__(
+        self,
+        config: ScanConfig,
+        *,
+        stages: int | None = None,
+        v_stages: int | None = None,
+        o_stages: int | None = None,
+        early: int | None = None,
+    ) -> None:
+        if config.transition and (config.readout or config.states or config.initial):
+            raise ValueError("transition: there is no output, no initial state and no states of chunks")
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.K = config.key_dim
+        self.panels = self.K // 64
+        self.groups = config.tile // 64
+        self.cluster = config.cluster
+        # Operands of the state's readers: kd and, where o is wanted, qg; M' and Aqk.
+        self.readers = 2 if config.readout else 1
+        self.early = 2 * self.panels if early is None else early
+        self.consumers = 128 * self.groups
+        # Warpgroups of their own for the producers where setmaxnreg is needed; it acts on whole warpgroups.
+        self.threads = self.consumers + (128 if self.groups > 1 else 64)
+        self.v_stages = v_stages or (2 if self.groups == 1 else 1)
+        self.o_stages = o_stages or (2 if self.groups == 1 else 1)
+        # factors, scores (io dtype); decay (fp32)
+        self.stage_bytes = 2 * PANEL * (self.panels * (self.readers + 1) + self.readers) + 4 * self.K
+        other = 512 + 2 * PANEL * self.groups * (
+            self.v_stages * (not config.transition) + self.o_stages * config.readout + self.panels * config.states
+        )
+        self.stages = stages or min(4, (SHARED_MEMORY - other) // self.stage_bytes)
+
+    # ---------------------------------------------------------------------------------------------------------------- host
+    @cute.jit
+    def __call__(
+        self,
+        factors: cute.Tensor,
+        scores: cute.Tensor,
+        decay: cute.Tensor,
+        v: cute.Tensor | None,
+        h0: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        o: cute.Tensor | None,
+        ht: cute.Tensor | None,
+        hs: cute.Tensor | None,
+        segments: Int32,
+        segment_chunks: Int32,
+        stream,
+    ):
+        """Launch: one CTA for a unit, value head and tile of V."""
+        value_dim = const_expr(self.K) if const_expr(v is None) else v.shape[3]
+        if const_expr(cu_seqlens is not None):
+            sequences = cu_seqlens.shape[0] - 1
+        elif const_expr(v is not None):
+            sequences = v.shape[0]
+        else:
+            sequences = ht.shape[0] // segments
+        tiles = value_dim // self.config.tile
+        heads = factors.shape[1]
+
+        layouts = self.layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_v, tV, tma_o, tO, tma_s, tS = None, None, None, None, None, None
+        if const_expr(v is not None):
+            tma_v, tV = self.tensor_copy(load, v, (3, 1, 2, 0), layouts.v)
+        if const_expr(o is not None):
+            tma_o, tO = self.tensor_copy(store, o, (3, 1, 2, 0), layouts.o)
+        if const_expr(hs is not None):
+            order = (2, 3, 1, 0) if const_expr(self.config.state_v_first) else (3, 2, 1, 0)
+            tma_s, tS = self.tensor_copy(store, hs, order, layouts.states)
+        self.kernel(
+            factors, scores, decay, h0, cu_seqlens, ht, o, tma_v, tV, tma_o, tO, tma_s, tS,
+            Int32(sequences), Int32(tiles), segments, segment_chunks,
+        ).launch(
+            grid=(sequences * segments * heads * tiles, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
+
+    def layouts(self):
+        """Shared memory: operands as they lie in the workspace; v, o and the states of chunks as 64 x 64 tiles, one a slot."""
+        dt, row, col = self.dtype, LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        return SimpleNamespace(
+            # kd and qg; M' and Aqk: tiles 2 stage and 2 stage + 1 (one tile a stage without readout)
+            rows=sm90.make_smem_layout_b(row, (64, CHUNK, self.K), dt, self.stages * self.readers),
+            kg=sm90.make_smem_layout_b(col, (64, self.K, CHUNK), dt, self.stages),
+            scores=sm90.make_smem_layout_b(row, (64, CHUNK, CHUNK), dt, self.stages * self.readers),
+            v=sm90.make_smem_layout_epi(dt, col, (64, CHUNK), self.v_stages * self.groups),
+            o=sm90.make_smem_layout_epi(dt, col, (64, CHUNK), self.o_stages * self.groups),
+            states=sm90.make_smem_layout_epi(
+                dt, row if self.config.state_v_first else col, (64, 64), self.panels * self.groups
+            ),
+        )
+
+    def tensor_copy(self, op, x, order, layout):
+        """The copy of 64 x 64 tiles of `x` with its modes in `order`, and the tensor of its coordinates."""
+        view = cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(order)))
+        return cpasync.make_tiled_tma_atom(op, view, cute.slice_(layout, (None, None, 0)), (64, 64))
+
+    def products(self):
+        """Tiled products of a warpgroup: B's rows are tokens (kd, qg, M', Aqk) or its columns are (kg)."""
+
+        def tiled(major, n):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, n),
+                warpgroup.OperandSource.RMEM,
+            )  # fmt: skip
+
+        return SimpleNamespace(
+            rows=tiled(OperandMajorMode.K, CHUNK),
+            columns=tiled(OperandMajorMode.MN, 64),
+        )
+
+    # ---------------------------------------------------------------------------------------------------------------- device
+    @cute.kernel
+    def kernel(
+        self,
+        mF: cute.Tensor,
+        mM: cute.Tensor,
+        mD: cute.Tensor,
+        mH: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mHt: cute.Tensor | None,
+        mO: cute.Tensor | None,
+        tma_v: cute.CopyAtom | None,
+        tV: cute.Tensor | None,
+        tma_o: cute.CopyAtom | None,
+        tO: cute.Tensor | None,
+        tma_s: cute.CopyAtom | None,
+        tS: cute.Tensor | None,
+        sequences: Int32,
+        tiles: Int32,
+        segments: Int32,
+        segment_chunks: Int32,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        s = self.shared()
+        operands, values = self.pipelines(s)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        # What the kernel before writes is read from here on.
+        cute.arch.griddepcontrol_wait()
+
+        block, _, _ = cute.arch.block_idx()
+        at = self.unit(block, mF, mCu, sequences, tiles, segments, segment_chunks)
+        if warp_idx >= 4 * self.groups:
+            if const_expr(self.groups > 1):
+                cute.arch.setmaxregister_decrease(24)
+            if warp_idx == 4 * self.groups:
+                self.fetch_operands(s, operands, mF, mM, mD, at)
+            if const_expr(tma_v is not None):
+                if warp_idx == 4 * self.groups + 1:
+                    self.fetch_values(s, values, tma_v, tV, at)
+        else:
+            if const_expr(self.groups > 1):
+                cute.arch.setmaxregister_increase(240)
+            self.consume(s, operands, values, mH, mHt, mO, tma_o, tO, tma_s, tS, at, warp_idx)
+        if const_expr(self.cluster > 1):
+            # The other CTA's copies and releases reach this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def shared(self):
+        """Shared memory: raw pointers for bulk copies, tensors for the rest."""
+        smem, layouts = SmemAllocator(), self.layouts()
+        config, s = self.config, SimpleNamespace()
+
+        def carve(layout):
+            raw = smem.allocate_array(self.dtype, cute.cosize(layout), byte_alignment=1024)
+            return raw, cute.make_tensor(cute.recast_ptr(raw, layout.inner, self.dtype), layout.outer)
+
+        s.rows_at, s.rows = carve(layouts.rows)
+        s.kg_at, s.kg = carve(layouts.kg)
+        s.scores_at, s.scores = carve(layouts.scores)
+        s.v = None if config.transition else carve(layouts.v)[1]
+        s.o_at, s.o = carve(layouts.o) if config.readout else (None, None)
+        s.states = carve(layouts.states)[1] if config.states else None
+        s.decay_at = smem.allocate_array(Float32, self.K * self.stages, byte_alignment=128)
+        s.operand_barriers = smem.allocate_array(Int64, 2 * self.stages, byte_alignment=8)
+        s.value_barriers = smem.allocate_array(Int64, 2 * self.v_stages, byte_alignment=8)
+        return s
+
+    def pipelines(self, s):
+        """`operands`, whose stages every consumer warp of the cluster releases, and `values`."""
+
+        def group(n):
+            return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
+
+        operands = pipeline.PipelineTmaAsync.create(
+            barrier_storage=s.operand_barriers,
+            num_stages=self.stages,
+            producer_group=group(1),
+            consumer_group=group(4 * self.groups * self.cluster),
+            tx_count=self.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
+            mcast_mode_mn=(0, 1),
+            defer_sync=True,
+        )
+        values = pipeline.PipelineTmaAsync.create(
+            barrier_storage=s.value_barriers,
+            num_stages=self.v_stages,
+            producer_group=group(1),
+            consumer_group=group(4 * self.groups),
+            tx_count=2 * PANEL * self.groups,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+        return operands, values
+
+    @cute.jit
+    def unit(self, block, mF, mCu, sequences, tiles, segments, segment_chunks):
+        """What this CTA works on: slots and tokens of its chunks, indices of its states."""
+        tile = block % tiles
+        hv = block // tiles % mF.shape[1]
+        unit = block // tiles // mF.shape[1]
+        n = unit // segments
+        start = Int32(0)
+        length = Int32(0)
+        batch = n
+        if const_expr(mCu is not None):
+            start = Int32(mCu[n])
+            length = Int32(mCu[n + 1]) - start
+            total = (length + (CHUNK - 1)) // CHUNK
+            base = start // CHUNK + n
+            batch = Int32(0)
+        else:
+            total = Int32(mF.shape[0]) // sequences
+            base = n * total
+        first = cutlass.min(unit % segments * segment_chunks, total)
+        chunks = cutlass.min(segment_chunks, total - first)
+        # Rows of the last chunk; without packing the tensor copies stop at the end by themselves.
+        last_rows = Int32(CHUNK)
+        if const_expr(mCu is not None):
+            last_rows = cutlass.min(CHUNK, length - CHUNK * (first + chunks - 1))
+        return SimpleNamespace(
+            tile=tile, hv=hv, unit=unit, batch=batch, slot=base + first, token=start + CHUNK * first, chunks=chunks,
+            last_rows=last_rows,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------------------- producers
+    @cute.jit
+    def fetch_operands(self, s, operands, mF, mM, mD, at):
+        """A chunk's factors, scores and decay."""
+        K, cluster = const_expr(self.K), const_expr(self.cluster)
+        rank = Int32(0)
+        if const_expr(cluster > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for c in cutlass.range(at.chunks, unroll=1):
+            operands.producer_acquire(state)
+            bar = operands.producer_get_barrier(state)
+            stage = state.index
+            slot = at.slot + c
+            with cute.arch.elect_one():
+                rows = s.rows_at + stage * (self.readers * CHUNK * K)
+                bulk_load(
+                    mF[slot, at.hv, 0, 0, None, None].iterator.align(16),
+                    rows.align(16),
+                    self.readers * CHUNK * K,
+                    bar,
+                    cluster,
+                    rank,
+                )
+                scores = s.scores_at + stage * (self.readers * PANEL)
+                bulk_load(
+                    mM[slot, at.hv, 0, None, None].iterator.align(16),
+                    scores.align(16),
+                    self.readers * PANEL,
+                    bar,
+                    cluster,
+                    rank,
+                )
+                kg = s.kg_at + stage * (CHUNK * K)
+                bulk_load(
+                    mF[slot, at.hv, 2, 0, None, None].iterator.align(16), kg.align(16), CHUNK * K, bar, cluster, rank
+                )
+                decay = s.decay_at + stage * K
+                bulk_load(mD[slot, at.hv, None].iterator.align(16), decay.align(16), K, bar, cluster, rank)
+            state.advance()
+
+    @cute.jit
+    def fetch_values(self, s, values, tma_v, tV, at):
+        """A chunk's v^T, 64 columns of V for each warpgroup."""
+        gV = cute.domain_offset((0, at.token), tV[None, None, at.hv, at.batch])
+        gV = cute.local_tile(gV, (64, CHUNK), (None, None))
+        vS, vG = cpasync.tma_partition(
+            tma_v, 0, cute.make_layout(1), cute.group_modes(s.v, 0, 2), cute.group_modes(gV, 0, 2)
+        )
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.v_stages)
+        for c in cutlass.range(at.chunks, unroll=1):
+            values.producer_acquire(state)
+            bar = values.producer_get_barrier(state)
+            for i in cutlass.range_constexpr(self.groups):
+                slot = state.index * self.groups + i
+                cute.copy(tma_v, vG[None, at.tile * self.groups + i, c], vS[None, slot], tma_bar_ptr=bar)
+            state.advance()
+
+    # -------------------------------------------------------------------------------------------------------------- consumers
+    def registers(self, s, mma, tid):
+        """Accumulators, fragments and the views of shared memory through which a thread reads and writes."""
+        K, panels, dt = self.K, self.panels, self.dtype
+        r = SimpleNamespace(mma=mma, tid=tid)
+        rows, columns = mma.rows.get_slice(tid), mma.columns.get_slice(tid)
+        r.thr_state = columns
+        half = cute.make_layout(((2, 2, 8), 1, 1), stride=((1, 2, 4), 0, 0))
+
+        # Accumulators: S^T a panel each, R^T (whose place v'^T takes) and o^T.
+        r.S = cute.make_rmem_tensor(columns.partition_shape_C((64, K)), Float32)
+        r.S_panel = [cute.make_tensor(r.S.iterator + 32 * p, half) for p in range(panels)]
+        r.R = cute.make_rmem_tensor(half, Float32)
+        r.O = cute.make_rmem_tensor(half, Float32)
+
+        # A fragments.
+        r.fS = cute.make_rmem_tensor(rows.partition_shape_A((64, K)), dt)
+        r.fR = cute.make_rmem_tensor(rows.partition_shape_A((64, CHUNK)), dt)
+        r.fV = cute.make_rmem_tensor(rows.partition_shape_A((64, CHUNK)), dt)
+
+        # B descriptors.
+        r.rows = mma.rows.make_fragment_B(rows.partition_B(s.rows))
+        r.scores = mma.rows.make_fragment_B(rows.partition_B(s.scores))
+        r.kg = [
+            mma.columns.make_fragment_B(columns.partition_B(cute.local_tile(s.kg, (64, CHUNK), (p, 0, None))))
+            for p in range(panels)
+        ]
+
+        # Factors of the state's columns: the same for every row.
+        sD = cute.make_tensor(s.decay_at, cute.make_layout((64, K, self.stages), stride=(0, 1, K)))
+        r.decay_at = columns.partition_C(sD)
+        r.decay = cute.make_rmem_tensor((2, 8, panels), Float32)
+
+        # v^T and o^T by 8 x 8 matrices, transposed on the way; so are states unless their columns are contiguous.
+        def matrices(trans):
+            store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(trans, 4), dt)
+            tile = cute.make_tiled_copy_C_atom(store, mma.rows)
+            load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(trans, 4), dt)
+            return cute.make_tiled_copy_S(load, tile), cute.make_tiled_copy_S(store, tile)
+
+        by_matrix = cute.make_layout(((8, 1), 1, 4), stride=((1, 0), 0, 8))
+        r.load, r.store = matrices(True)
+        if s.v is not None:
+            r.fU = cute.make_rmem_tensor((32,), dt)
+            r.fU_matrices = cute.make_tensor(r.fU.iterator, by_matrix)
+            r.v_at = r.load.get_slice(tid).partition_S(s.v)
+        if s.o is not None:
+            r.fO = cute.make_rmem_tensor((32,), dt)
+            r.fO_matrices = cute.make_tensor(r.fO.iterator, by_matrix)
+            r.o_at = r.store.get_slice(tid).partition_D(s.o)
+        if s.states is not None:
+            r.store_state = matrices(not self.config.state_v_first)[1]
+            r.fS_matrices = [cute.make_tensor(r.fS.iterator + 32 * p, by_matrix) for p in range(panels)]
+            r.states_at = r.store_state.get_slice(tid).partition_D(s.states)
+        return r
+
+    @cute.jit
+    def consume(self, s, operands, values, mH, mHt, mO, tma_o, tO, tma_s, tS, at, warp_idx):
+        """A warpgroup's 64 columns of V over all chunks of the unit."""
+        config, panels = self.config, self.panels
+        tid, _, _ = cute.arch.thread_idx()
+        group = warp_idx // 4
+        v_tile = at.tile * self.groups + group
+        mma = self.products()
+        r = self.registers(s, mma, tid % 128)
+        leader = warp_idx % 4 == 0
+        bar = 1 + group
+        values_in = const_expr(not config.transition)
+        chunks = at.chunks
+        early = const_expr(self.early)
+
+        self.first_state(r, mH, at, v_tile)
+        round_to(r.S, r.fS, 0, 32)
+        oS, oG, sS, sG = None, None, None, None
+        if const_expr(config.readout):
+            oS, oG = self.destination(tma_o, s.o, tO, at.token, v_tile, at.hv, at.batch)
+        if const_expr(config.states):
+            sS, sG = self.destination(tma_s, s.states, tS, 0, v_tile, at.hv, None)
+
+        now = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        v_now = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.v_stages)
+        if const_expr(values_in):
+            if chunks > 0:
+                values.consumer_wait(v_now)
+                cute.copy(r.load, r.v_at[None, None, None, v_now.index * self.groups + group], r.fU_matrices)
+                values.consumer_release(v_now)
+                if const_expr(config.cu_seqlens != ""):
+                    if chunks == 1:
+                        keep_columns(r.fU, at.last_rows, r.tid)
+                widen(r.fU, r.R)
+            v_now.advance()
+        if chunks > 0:
+            operands.consumer_wait(now)
+
+        for c in cutlass.range(chunks, unroll=1):
+            stage = now.index
+            o_slot = (c + 1) % self.o_stages * self.groups + group
+            if const_expr(config.states):
+                # The copies out of the last chunk have read what is overwritten now.
+                if leader:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+            # R = v + kd S
+            for p in cutlass.range_constexpr(panels):
+                if const_expr(p > 0):
+                    round_to(r.S, r.fS, 32 * p, 32)
+                if const_expr(config.states):
+                    # Before the product, during which nobody else may read its operand.
+                    cute.copy(r.store_state, r.fS_matrices[p], r.states_at[None, None, None, group * panels + p])
+                warpgroup.fence()
+                kd = r.rows[None, None, None, stage * self.readers]
+                product(mma.rows, r.R, r.fS, kd, 4 * p, 4, values_in is False and p == 0)
+                warpgroup.commit_group()
+                warpgroup.wait_group(p + 1)
+            # o = qg S, the first half
+            if const_expr(config.readout):
+                qg = r.rows[None, None, None, stage * self.readers + 1]
+                product(mma.rows, r.O, r.fS, qg, 0, early, True)
+                warpgroup.commit_group()
+                warpgroup.wait_group(panels + 1)
+            if const_expr(values_in):
+                if c + 1 < chunks:
+                    values.consumer_wait(v_now)
+            if const_expr(self.o_stages == 1 and not config.states):
+                # The copies out of the last chunk have read what is overwritten now.
+                if leader:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+            if const_expr(config.readout):
+                if c > 0:
+                    cute.copy(r.store, r.fO_matrices, r.o_at[None, None, None, o_slot])
+            cute.autovec_copy(r.decay_at[(None, 0, None), 0, None, stage], r.decay)
+            if const_expr(values_in):
+                # After the last chunk slot 0, which has been filled, for nothing: cheaper than a branch around the loads.
+                v_slot = v_now.index * self.groups + group
+                if c + 1 == chunks:
+                    v_slot = group
+                cute.copy(r.load, r.v_at[None, None, None, v_slot], r.fU_matrices)
+                if c + 1 < chunks:
+                    values.consumer_release(v_now)
+                v_now.advance()
+            # S <- diag(decay) S
+            self.scale_state(r)
+            if const_expr(config.readout or config.states):
+                self.copy_out(r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, at.slot, group)
+            warpgroup.wait_group(int(config.readout))
+
+            # v' = M' R, and the other half of o
+            round_to(r.R, r.fR, 0, 32)
+            warpgroup.fence()
+            product(mma.rows, r.R, r.fR, r.scores[None, None, None, stage * self.readers], 0, 4, True)
+            warpgroup.commit_group()
+            if const_expr(config.readout):
+                product(mma.rows, r.O, r.fS, qg, early, 4 * panels - early, early == 0)
+                warpgroup.commit_group()
+            warpgroup.wait_group(int(config.readout))
+            round_to(r.R, r.fV, 0, 32)
+
+            # S <- S + kg^T v', panel by panel; o <- o + Aqk v' between them
+            warpgroup.fence()
+            for p in cutlass.range_constexpr(panels):
+                product(mma.columns, r.S_panel[p], r.fV, r.kg[p][None, None, None, stage], 0, 4, False)
+                warpgroup.commit_group()
+                if const_expr(p == 0 and config.readout):
+                    product(mma.rows, r.O, r.fV, r.scores[None, None, None, stage * self.readers + 1], 0, 4, False)
+                    warpgroup.commit_group()
+            pending = const_expr(panels + config.readout)
+            warpgroup.wait_group(pending + 1)
+            # Branches, not waits alone, keep what is between them from sinking to the last one.
+            done = now.clone()
+            now.advance()
+            warpgroup.wait_group(pending - 1)
+            round_to(r.S, r.fS, 0, 32)
+            if c + 1 < chunks:
+                operands.consumer_wait(now)
+            if const_expr(config.readout):
+                warpgroup.wait_group(pending - 2)
+                round_to(r.O, r.fO, 0, 32)
+            if const_expr(values_in):
+                if c + 1 < chunks:
+                    if const_expr(config.cu_seqlens != ""):
+                        if c + 2 == chunks:
+                            keep_columns(r.fU, at.last_rows, r.tid)
+                    widen(r.fU, r.R)
+            warpgroup.wait_group(0)
+            operands.consumer_release(done)
+
+        if const_expr(config.readout):
+            if chunks > 0:
+                self.last_output(s, r, leader, bar, group, v_tile, tma_o, oS, oG, mO, at)
+        if const_expr(mHt is not None):
+            gHt = part_of(r.thr_state, transposed(mHt, at.unit, at.hv, config.state_v_first), v_tile, self.K)
+            cute.autovec_copy(r.S, gHt)
+        if const_expr(config.readout or config.states):
+            if leader:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def first_state(self, r, mH, at, v_tile):
+        if const_expr(self.config.transition):
+            set_identity(r.thr_state, r.S, v_tile, self.K)
+        elif const_expr(mH is not None):
+            gH = part_of(r.thr_state, transposed(mH, at.unit, at.hv, self.config.state_v_first), v_tile, self.K)
+            cute.autovec_copy(gH, r.S)
+        else:
+            r.S.fill(0.0)
+
+    def destination(self, tma, smem, t, token, v_tile, hv, batch):
+        """Tiles of a tensor copy out of shared memory: source by slot; destination by chunk (o) or by panel and slot (states)."""
+        g = cute.domain_offset((0, token), t[None, None, hv, batch]) if batch is not None else t[None, None, hv, None]
+        g = cute.local_tile(g, (64, 64), (v_tile, None) if batch is not None else (v_tile, None, None))
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
+        )
+
+    def scale_state(self, r):
+        for p in range(self.panels):
+            for j in range(8):
+                for e in range(2):
+                    for i in range(2):
+                        r.S[(e, i, j), 0, p] = r.S[(e, i, j), 0, p] * r.decay[e, j, p]
+
+    @cute.jit
+    def copy_out(self, r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, first_slot, group):
+        """Start the copies of the last chunk's o and of this chunk's first state, once all warps have written them."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(self.o_stages > 1 and not self.config.states):
+            # The slot that the next chunk writes was read by the last chunk's copy.
+            if leader:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+        if leader:
+            if const_expr(self.config.readout):
+                if c > 0:
+                    cute.copy(tma_o, oS[None, o_slot], oG[None, c - 1])
+            if const_expr(self.config.states):
+                for p in cutlass.range_constexpr(self.panels):
+                    cute.copy(tma_s, sS[None, group * self.panels + p], sG[None, p, first_slot + c])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def last_output(self, s, r, leader, bar, group, v_tile, tma_o, oS, oG, mO, at):
+        """o of the unit's last chunk: whole by a tensor copy, else its valid rows only, for others' rows follow."""
+        slot = (at.chunks + 1) % self.o_stages * self.groups + group
+        if leader:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+        cute.copy(r.store, r.fO_matrices, r.o_at[None, None, None, slot])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=bar, number_of_threads=128)
+        if at.last_rows == CHUNK:
+            if leader:
+                cute.copy(tma_o, oS[None, slot], oG[None, at.chunks - 1])
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
+            vector = cute.make_layout(8)
+            for i in cutlass.range_constexpr(4):
+                row = (r.tid + 128 * i) // 8
+                group8 = r.tid % 8
+                if row < at.last_rows:
+                    # Where the 128-byte swizzle has put this row's group of 8 columns.
+                    src = s.o_at + (slot * PANEL + row * 64 + (group8 ^ (row & 7)) * 8)
+                    token = at.token + CHUNK * (at.chunks - 1) + row
+                    dst = mO[at.batch, token, at.hv, None].iterator + (64 * v_tile + 8 * group8)
+                    rX = cute.make_rmem_tensor((8,), self.dtype)
+                    cute.copy(atom, cute.make_tensor(src.align(16), vector), rX)
+                    cute.copy(atom, rX, cute.make_tensor(dst.align(16), vector))
+
+
+def compile(config: ScanConfig, **tuning):
+    """The launch function for `config`: `(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, segments, segment_chunks)`.
+
+    Absent tensors are None: v with `transition`, h0 without `initial`, cu_seqlens of sequences that are not packed, o without `readout`,
+    ht without `final` (`transition` implies it), hs without `states`. `tuning` is `KdaScan`'s.
+    """
+    kernel = KdaScan(config, **tuning)
+    dt, K = kernel.dtype, config.key_dim
+    slots, heads, batch, tokens, value_dim, units = (cute.sym_int() for _ in range(6))
+
+    def tensor(dtype, shape, static=()):
+        """Row-major with a contiguous last dimension; the strides named in `static` follow from the shape."""
+        width = 16 * 8 // dtype.width
+        strides = [cute.sym_int64(divisibility=width) for _ in shape[:-1]] + [1]
+        size = 1
+        for i in reversed(range(len(shape))):
+            if i in static:
+                strides[i] = size
+            size = size * shape[i] if isinstance(shape[i], int) and isinstance(size, int) else None
+        return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=16)
+
+    def state(dtype, n, columns):
+        return tensor(dtype, (n, heads, columns, K) if config.state_v_first else (n, heads, K, columns))
+
+    columns = K if config.transition else value_dim
+    return cute.compile(
+        kernel,
+        tensor(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
+        tensor(dt, (slots, heads, 2, 64, 64), (1, 2, 3)),
+        tensor(Float32, (slots, heads, K), (1,)),
+        None if config.transition else tensor(dt, (batch, tokens, heads, value_dim)),
+        state(Float32, units, columns) if config.initial else None,
+        make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
+        tensor(dt, (batch, tokens, heads, value_dim)) if config.readout else None,
+        state(Float32, units, columns) if config.final or config.transition else None,
+        state(dt, slots, columns) if config.states else None,
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

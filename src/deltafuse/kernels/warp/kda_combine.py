@@ -1,0 +1,208 @@
+"""KDA: segments' final states and transitions to segments' initial states.
+
+A segment s of a sequence maps the state that enters it to the state that leaves it by
+
+    S_out = T_s S_in + F_s        T_s [K, K] its transition, F_s [K, V] its final state from zero
+
+so that the initial state of every segment follows from the first one, serially but cheaply:
+
+    S_0 = h0 or 0;   S_{s+1} = T_s S_s + F_s
+
+Roles: one CTA of K / 32 warps for a sequence, value head and 16 columns of V. It keeps S^T [16, K] in shared memory; warp j computes the
+32 columns k = 32j .. 32j+31 of the next S^T by `mma.m16n8k8` with tf32 operands, each split in two so that products are those of fp32
+numbers to 2^-21: x = hi + lo, x y = hi hi + hi lo + lo hi.
+
+Timeline of a segment: T_s into registers (issued before the barrier that completes S) | products | S^T into shared memory, F_s added |
+barrier.
+
+Layouts: `ends` F^T [N * segments, HV, V, K] and `transitions` T^T [N * segments, HV, K (in), K (out)], as the scan writes them with
+`state_v_first`; h0, starts and ht in the caller's layout.
+Constraints: K 64 or 128; V a multiple of 16.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ...tile.mma import mma_tf32
+from ..config import CombineConfig
+
+COLUMNS = 16
+"""Columns of V a CTA."""
+
+
+@cute.jit
+def split_tf32(x: Float32):
+    """x = hi + lo with hi of 11 significant bits; both as bits."""
+    bits = x.bitcast(Uint32) & Uint32(0xFFFFE000)
+    hi = bits.bitcast(Float32)
+    return bits, (x - hi).bitcast(Uint32)
+
+
+class KdaCombine:
+    """The kernel for one `CombineConfig`."""
+
+    def __init__(self, config: CombineConfig) -> None:
+        self.config = config
+        self.key_dim = config.key_dim
+        self.threads = config.key_dim
+        # Rows of S^T in shared memory are 4 floats apart modulo the 32 banks: a warp's A fragments touch every bank once.
+        self.row = config.key_dim + 4
+
+    @cute.jit
+    def __call__(
+        self,
+        ends: cute.Tensor,
+        transitions: cute.Tensor,
+        h0: cute.Tensor | None,
+        starts: cute.Tensor,
+        ht: cute.Tensor | None,
+        segments: Int32,
+        stream,
+    ):
+        """Launch: one CTA for a sequence, value head and 16 columns of V."""
+        units, heads, value_dim, _ = ends.shape
+        blocks = units // segments * heads * (value_dim // COLUMNS)
+        self.kernel(ends, transitions, h0, starts, ht, segments).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mF: cute.Tensor,
+        mT: cute.Tensor,
+        mH: cute.Tensor | None,
+        mStarts: cute.Tensor,
+        mHt: cute.Tensor | None,
+        segments: Int32,
+    ):
+        K = const_expr(self.key_dim)
+        block, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        tiles = mF.shape[2] // COLUMNS
+        heads = mF.shape[1]
+        v0 = block % tiles * COLUMNS
+        head = block // tiles % heads
+        sequence = block // tiles // heads
+        smem = cutlass.memory.SmemAllocator()
+        sS = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, K), stride=(self.row, 1)), 16)
+        lane = tid % 32
+        k0 = tid // 32 * 32
+        g, t = lane // 4, lane % 4
+
+        # This lane's part of S^T: rows v = g, g + 8; columns k0 + 8t .. + 7.
+        rS = cute.make_rmem_tensor((2, 8), Float32)
+        if const_expr(mH is not None):
+            self.read_state(rS, mH, sequence, head, v0 + g, k0 + 8 * t)
+        else:
+            rS.fill(0.0)
+        rT = cute.make_rmem_tensor((4, 2, K // 8), Float32)
+        for s in cutlass.range(segments, unroll=1):
+            unit = sequence * segments + s
+            self.write_state(rS, mStarts, unit, head, v0 + g, k0 + 8 * t)
+            last = s + 1 == segments
+            wanted = const_expr(mHt is not None) or not last
+            if wanted:
+                self.load_transition(rT, mT, unit, head, k0 + 4 * g, t)
+                self.share_state(rS, sS, g, k0 + 8 * t)
+                cute.arch.sync_threads()
+                # S_{s+1} = T_s S_s + F_s
+                self.read_end(rS, mF, unit, head, v0 + g, k0 + 8 * t)
+                self.products(rS, rT, sS, g, t)
+                cute.arch.sync_threads()
+        if const_expr(mHt is not None):
+            self.write_state(rS, mHt, sequence, head, v0 + g, k0 + 8 * t)
+
+    @cute.jit
+    def read_state(self, rS, mS, n, head, v, k):
+        """S of the caller's layout into registers."""
+        for i in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(8):
+                if const_expr(self.config.state_v_first):
+                    rS[i, j] = mS[n, head, v + 8 * i, k + j]
+                else:
+                    rS[i, j] = mS[n, head, k + j, v + 8 * i]
+
+    @cute.jit
+    def write_state(self, rS, mS, n, head, v, k):
+        """S into a tensor of the caller's layout."""
+        for i in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(8):
+                if const_expr(self.config.state_v_first):
+                    mS[n, head, v + 8 * i, k + j] = rS[i, j]
+                else:
+                    mS[n, head, k + j, v + 8 * i] = rS[i, j]
+
+    @cute.jit
+    def read_end(self, rS, mF, unit, head, v, k):
+        """F_s, from which the products' sums start."""
+        for i in cutlass.range_constexpr(2):
+            row = mF[unit, head, v + 8 * i, None]
+            for j in cutlass.range_constexpr(2):
+                part = cute.local_tile(row, (4,), (k // 4 + j,)).load()
+                for x in cutlass.range_constexpr(4):
+                    rS[i, 4 * j + x] = part[x]
+
+    @cute.jit
+    def load_transition(self, rT, mT, unit, head, k, t):
+        """B fragments of T_s^T [k_in, k_out]: rows t and t + 4 of every 8, columns k .. k + 3 (one a tile of the products)."""
+        for step in cutlass.range_constexpr(self.key_dim // 8):
+            for i in cutlass.range_constexpr(2):
+                part = cute.local_tile(mT[unit, head, step * 8 + 4 * i + t, None], (4,), (k // 4,))
+                cute.autovec_copy(part, rT[None, i, step])
+
+    @cute.jit
+    def share_state(self, rS, sS, g, k):
+        for i in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(8):
+                sS[g + 8 * i, k + j] = rS[i, j]
+
+    @cute.jit
+    def products(self, rS, rT, sS, g, t):
+        """S^T <- S^T T^T + F^T, in fp32 by split operands. Column n of tile j is k0 + 4n + j, so that a lane's four tiles are one vector of T."""
+        for step in cutlass.range_constexpr(self.key_dim // 8):
+            hi, lo = [], []
+            for col in cutlass.range_constexpr(2):
+                for row in cutlass.range_constexpr(2):
+                    a, b = split_tf32(sS[g + 8 * row, step * 8 + 4 * col + t])
+                    hi.append(a)
+                    lo.append(b)
+            for j in cutlass.range_constexpr(4):
+                b0, c0 = split_tf32(rT[j, 0, step])
+                b1, c1 = split_tf32(rT[j, 1, step])
+                acc = (rS[0, j], rS[0, 4 + j], rS[1, j], rS[1, 4 + j])
+                acc = mma_tf32(lo, (b0, b1), acc)
+                acc = mma_tf32(hi, (c0, c1), acc)
+                acc = mma_tf32(hi, (b0, b1), acc)
+                rS[0, j], rS[0, 4 + j], rS[1, j], rS[1, 4 + j] = acc
+
+
+def compile(config: CombineConfig):
+    """The launch function for `config`: `(ends, transitions, h0 | None, starts, ht | None, segments)`."""
+    units, heads, value_dim, sequences = (cute.sym_int() for _ in range(4))
+
+    def state(n, rows, columns):
+        strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 1)
+        return make_fake_tensor(Float32, (n, heads, rows, columns), stride=strides, assumed_align=16)
+
+    def user(n):
+        sizes = (value_dim, config.key_dim) if config.state_v_first else (config.key_dim, value_dim)
+        return state(n, *sizes)
+
+    return cute.compile(
+        KdaCombine(config),
+        state(units, value_dim, config.key_dim),
+        state(units, config.key_dim, config.key_dim),
+        user(sequences) if config.initial else None,
+        user(units),
+        user(sequences) if config.final else None,
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

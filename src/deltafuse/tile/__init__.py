@@ -1,0 +1,1 @@
+"""Device pieces that kernels share, one idea a file."""

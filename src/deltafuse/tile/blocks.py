@@ -1,0 +1,41 @@
+"""16x16 blocks of a panel in shared memory as operands of `mma_16bit`, and their transposes.
+
+A panel is [64 rows][64 columns] in the layout of `panel`, at an address that is a multiple of 128. From a lane's address of a
+block in block column 0, that in column j is `address ^ (32 * j)`, and that of the next block row `address + ROWS`.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from cutlass import Int32, Uint32
+
+from .matrices import load_transposed
+from .panel import ROW, vector_offset
+from .ptx import asm
+
+ROWS = 16 * ROW
+
+
+def block_address(panel, lane):
+    """For `load_block`, and for `load_transposed` of a block as two B operands of 8 columns each, in a list of four words."""
+    return panel + vector_offset(lane % 16, lane // 16)
+
+
+def transposed_address(panel, lane):
+    """For `load_transposed`: the transpose of a block as an A operand."""
+    return panel + vector_offset(lane % 8 + lane // 16 * 8, lane // 8 % 2)
+
+
+def load_block(address):
+    """A block as an A operand."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return asm(text, [Uint32] * 4, [Int32(address)])
+
+
+def transpose(word):
+    """The transpose of an 8x8 matrix over the warp, of which lane 4 r + t has (r, 2t), (r, 2t + 1): rows to half a B operand."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Uint32], [word])
+
+
+__all__ = ["ROWS", "block_address", "load_block", "load_transposed", "transpose", "transposed_address"]

@@ -1,0 +1,67 @@
+"""Gates: from raw numbers to the base-2 logarithm of a token's decay, and beta.
+
+log       g / ln 2
+softplus  -exp(A_log) softplus(g + dt_bias) / ln 2
+bounded   lower_bound sigmoid(exp(A_log) (g + dt_bias)) / ln 2
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import math
+
+from cutlass import Float32
+
+from .ptx import exp2, fma, fmax, log2, minus_abs, reciprocal, select
+
+LOG2E = math.log2(math.e)
+SMALL = 2.0**-6
+"""Up to here log2(1 + t) is a polynomial, beyond it lg2.approx; either way to 1e-5 of its value."""
+
+
+def softplus2(y):
+    """log2(1 + 2^y), with full relative accuracy where it is small."""
+    t = exp2(minus_abs(y))
+    series = t * fma(t, fma(t, LOG2E / 3, -LOG2E / 2), LOG2E)
+    log = select(t < Float32(SMALL), series, log2(t + 1.0))
+    return fmax(y, 0.0) + log
+
+
+def sigmoid2(y):
+    """1 / (1 + 2^-y)."""
+    return reciprocal(exp2(-y) + 1.0)
+
+
+def sigmoid(x):
+    return sigmoid2(x * LOG2E)
+
+
+class Gate:
+    """One head's gate at one column: `log2_decay(raw, on)`, which is 0 where `on` is 0.
+
+    `a_log` (None: exp(A_log) is 1), `dt_bias` (None: 0) and `lower_bound` are fp32 scalars.
+    """
+
+    def __init__(self, kind, a_log, dt_bias, lower_bound):
+        self.kind = kind
+        if kind == "log":
+            self.outer = Float32(LOG2E)
+            return
+        rate = Float32(1.0) if a_log is None else exp2(a_log * LOG2E)
+        if kind == "softplus":
+            self.inner, self.outer = Float32(LOG2E), -rate
+        else:
+            self.inner, self.outer = rate * LOG2E, lower_bound * LOG2E
+        self.shift = Float32(0.0) if dt_bias is None else dt_bias * self.inner
+
+    def factor(self, on):
+        """The factor of a row's `value`: the same for all columns."""
+        return select(on, self.outer, 0.0)
+
+    def value(self, raw):
+        """log2_decay / factor."""
+        if self.kind == "log":
+            return raw
+        y = fma(raw, self.inner, self.shift)
+        return softplus2(y) if self.kind == "softplus" else sigmoid2(y)

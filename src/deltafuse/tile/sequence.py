@@ -1,0 +1,43 @@
+"""Slots of chunks: where a chunk's operands lie in the workspace, and which tokens they are.
+
+Dense [B, T]: slot = b * ceil(T / 64) + c. Packed sequences (bounds cu_seqlens [N + 1], one batch): chunk c of sequence n, which starts at
+token bos, has slot bos // 64 + n + c; there are T // 64 + N slots, a number that needs no look at the bounds, and some are nobody's.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+CHUNK = 64
+
+
+@cute.jit
+def base_slot(mCu: cute.Tensor, n: Int32) -> Int32:
+    """The slot of the first chunk of packed sequence n (also n = N: one past the last slot)."""
+    return Int32(mCu[n]) // CHUNK + n
+
+
+@cute.jit
+def chunk_of_slot(mCu: cute.Tensor, slot: Int32):
+    """(first token, tokens) of a slot of packed sequences; no tokens where the slot is nobody's. To be called by whole warps.
+
+    A search of base slots, which grow strictly with n, 32 at a time.
+    """
+    lane = cute.arch.lane_idx()
+    n = Int32(0)
+    left = Int32(mCu.shape[0]) - 1
+    while left > 1:
+        step = (left + 31) // 32
+        mine = n + lane * step
+        below = Int32(0)
+        if lane * step < left:
+            below = Int32(base_slot(mCu, mine) <= slot)
+        found = cute.arch.popc(cute.arch.vote_ballot_sync(below != 0)) - 1
+        n += found * step
+        left = cutlass.min(step, left - found * step)
+    first = Int32(mCu[n]) + (slot - base_slot(mCu, n)) * CHUNK
+    return first, cutlass.min(Int32(mCu[n + 1]) - first, CHUNK)

@@ -1,0 +1,62 @@
+"""Global memory by address: vectors that are used once and take no room in L1, and loads that may have nothing to load.
+
+An uncached load asks L2 for its whole 128-byte line, since the neighbouring warps want the rest of it.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from cutlass import Int32, Int64, Uint32
+
+from .ptx import asm
+
+_VECTOR = {1: "", 2: ".v2", 4: ".v4"}
+
+
+def _list(first, n):
+    names = ", ".join(f"${first + i}" for i in range(n))
+    return f"{{{names}}}" if n > 1 else names
+
+
+def _load(name, address, offset, n, valid):
+    """Words at an address; zeros, without an access, where `valid` is 0 (None: it always is)."""
+    if valid is None:
+        text, more = f"ld.{name}{_VECTOR[n]}.b32 {_list(0, n)}, [${n}+{offset}];", []
+    else:
+        words = [f"w{i}" for i in range(n)]
+        zero = " ".join(f"mov.b32 {w}, 0;" for w in words)
+        give = " ".join(f"mov.b32 ${i}, {w};" for i, w in enumerate(words))
+        vector = f"{{{', '.join(words)}}}" if n > 1 else words[0]
+        text = (
+            f"{{\n.reg .pred p;\n.reg .b32 {', '.join(words)};\nsetp.ne.b32 p, ${n + 1}, 0;\n{zero}\n"
+            f"@p ld.{name}{_VECTOR[n]}.b32 {vector}, [${n}+{offset}];\n{give}\n}}"
+        )
+        more = [Int32(valid)]
+    out = asm(text, [Uint32] * n, [Int64(address), *more])
+    return out if n > 1 else [out]
+
+
+def load_uncached(address, offset, n, valid=None):
+    """n (1, 2, 4) words at a global address plus a constant offset in bytes, as a list; zeros, without an access, where `valid` is 0."""
+    return _load("global.L1::no_allocate.L2::128B", address, offset, n, valid)
+
+
+def store_uncached(address, offset, words):
+    """The reverse of `load_uncached`."""
+    n = len(words)
+    asm(f"st.global.L1::no_allocate{_VECTOR[n]}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *words])
+
+
+def load_if(address, offset, n, valid):
+    """As `load_uncached`, for what other warps read too."""
+    return _load("global", address, offset, n, valid)
+
+
+def load_half_if(address, valid):
+    """16 bits at a global address in the low half of a word; zero, without an access, where `valid` is 0."""
+    text = (
+        "{\n.reg .pred p;\n.reg .b16 h;\nsetp.ne.b32 p, $2, 0;\nmov.b16 h, 0;\n"
+        "@p ld.global.b16 h, [$1];\ncvt.u32.u16 $0, h;\n}"
+    )
+    return asm(text, [Uint32], [Int64(address), Int32(valid)])

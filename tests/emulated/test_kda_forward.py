@@ -1,0 +1,130 @@
+"""The whole forward pass of KDA on the emulated kernels, from raw inputs to o and states, against float64."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import kernels
+import pytest
+import torch
+
+import deltafuse
+from deltafuse.autograd.kda import _by_chunk
+from deltafuse.autograd.kda_cute import flags_of, forward, kernels_for
+from deltafuse.cli.specs import DeltaSpec
+from deltafuse.kernels.schedule import Schedule
+from deltafuse.problem import parse_delta
+
+RAW: dict[str, Any] = {"l2norm": True, "beta_sigmoid": True}
+TRAINED: dict[str, Any] = RAW | {"gate": "softplus", "decay": "remembering"}
+STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
+ARGUMENTS = {
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound",
+    "initial_state", "output_final_state", "return_intermediate_states", "state_v_first", "cu_seqlens", "A_log", "dt_bias", "scale",
+    "chunk_size",
+}  # fmt: skip
+
+CASES = {
+    "plain": DeltaSpec("chunk_kda", tokens=130),
+    "trained": DeltaSpec("chunk_kda", tokens=200, heads=1, key_dim=128, value_dim=128, **TRAINED, **STATES),
+    "bounded, GVA": DeltaSpec(
+        "chunk_kda", batch=2, tokens=96, heads=1, value_heads=2, gate="bounded", safe_gate=True, final_state=True, **RAW
+    ),
+    "padded K and V, V first": DeltaSpec(
+        "chunk_kda", tokens=65, key_dim=60, value_dim=100, gate="softplus", v_first=True, **RAW, **STATES
+    ),
+    "negative eigenvalues, wide beta": DeltaSpec("chunk_kda", tokens=70, neg_eigval=True, wide_beta=True, scale=0.3, **RAW),
+    "packed": DeltaSpec("chunk_kda", tokens=255, lengths=(15, 85, 1, 64, 0, 90), heads=1, **STATES),
+    "strong decays": DeltaSpec("chunk_kda", tokens=130, decay="strong", **STATES),
+    "strong softplus gate": DeltaSpec("chunk_kda", tokens=70, gate="softplus", decay="strong", final_state=True, **RAW),
+    "strided, short": DeltaSpec("chunk_kda", tokens=7, strided=True, **STATES),
+    "states of chunks": DeltaSpec("chunk_kda", tokens=150, heads=1, intermediate=True, **STATES),
+    "states of packed chunks": DeltaSpec("chunk_kda", tokens=150, lengths=(70, 0, 80), heads=1, intermediate=True, v_first=True),
+}  # fmt: skip
+
+
+@cache
+def _compiled(kernel: str, config: Any) -> Any:
+    return kernels.need("sm_90a", lambda: importlib.import_module(f"deltafuse.kernels.{kernel}").compile(config))
+
+
+def load(kernel: str, config: Any, arch: str) -> Any:
+    assert arch == "sm_90a"
+    return _compiled(kernel, config)
+
+
+def arguments(spec: DeltaSpec, dtype: torch.dtype) -> dict[str, Any]:
+    return spec.arguments(dtype, seed=3)
+
+
+def exact(given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in given.items()}
+    with torch.inference_mode():
+        return deltafuse.chunk_kda(**wide, backend="torch")
+
+
+def emulate(given: dict[str, Any], plan: Schedule | None = None) -> tuple[torch.Tensor | None, ...]:
+    """o, the final state and the chunks' states."""
+    names = {"transpose_state_layout"} | ARGUMENTS
+    assert set(given) <= names | {"q", "k", "v", "g", "beta"}
+    with torch.no_grad():
+        call = parse_delta("chunk_kda", per_key=True, **given)
+    flags = flags_of(call.problem)
+    rest = (call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens, flags)
+    chosen = kernels_for(call.q, call.v, *rest, sms=132, plan=plan)
+    o, state, states = forward(call.q, call.k, call.v, *rest, chosen, "sm_90a", load)
+    return o, state, None if states is None else _by_chunk(states, call.q, call.cu_seqlens)
+
+
+def compare(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor, ...], allowed: float) -> None:
+    for name, x, y in zip(("o", "final state", "states"), got, want, strict=False):
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert x.shape == y.shape
+            error = (x.double() - y).norm() / y.norm()
+            assert error < allowed, (name, float(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(emulated: Any, name: str, dtype: torch.dtype) -> None:
+    emulated("sm_90a")
+    given = arguments(CASES[name], dtype)
+    compare(emulate(given), exact(given), 5e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("initial", [False, True])
+def test_segments_give_the_whole(emulated: Any, initial: bool, v_first: bool) -> None:
+    emulated("sm_90a")
+    spec = DeltaSpec(
+        "chunk_kda", tokens=64 * 5 + 9, heads=1, gate="softplus", decay="remembering", final_state=True, initial_state=initial,
+        v_first=v_first, **RAW,
+    )  # fmt: skip
+    given = arguments(spec, torch.bfloat16)
+    compare(emulate(given, Schedule(64, 1, 3, 2)), exact(given), 5e-3)
+
+
+def test_packed_sequences_by_segments(emulated: Any) -> None:
+    emulated("sm_90a")
+    spec = DeltaSpec(
+        "chunk_kda", tokens=64 * 4, lengths=(190, 0, 66), heads=1, gate="softplus", decay="remembering", **RAW, **STATES
+    )
+    given = arguments(spec, torch.bfloat16)
+    compare(emulate(given, Schedule(64, 1, 2, 2)), exact(given), 5e-3)
+
+
+def test_no_later_token_changes_an_earlier_output(emulated: Any) -> None:
+    emulated("sm_90a")
+    given = arguments(DeltaSpec("chunk_kda", tokens=100, heads=1, decay="strong"), torch.bfloat16)
+    before = emulate(given)[0]
+    changed = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        changed[name][:, 77] = changed[name][:, 77] * 3 - 1
+    after = emulate(changed)[0]
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before[:, :77], after[:, :77])
+    assert not torch.equal(before[:, 77:], after[:, 77:])

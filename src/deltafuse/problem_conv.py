@@ -35,6 +35,8 @@ class ConvProblem:
     packed: bool = False
     context_parallel: bool = False
     requires_grad: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Of all tensors that are there."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def parse_conv(
         packed=cu_seqlens is not None,
         context_parallel=cp_context is not None,
         requires_grad=_wants_gradients(x, weight, bias, residual, initial_state),
+        dtypes=tuple(t.dtype for t in (x, weight, bias, residual, initial_state) if t is not None),
     )
     return ConvCall(
         problem, x.shape, flat, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices,
@@ -192,5 +195,6 @@ def parse_conv_update(
         has_residual=residual is not None,
         has_initial_state=True,
         output_final_state=True,
+        dtypes=tuple(t.dtype for t in (x, weight, bias, residual, cache) if t is not None),
     )
     return ConvUpdateCall(problem, x.shape, flat, cache, weight, bias, residual)

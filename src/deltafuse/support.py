@@ -59,26 +59,46 @@ class Plan:
     skipped: tuple[Verdict, ...] = ()
 
 
-ARCHITECTURES = {(9, 0): "Hopper"}
-"""Compute capabilities that own kernels are made for."""
+HOPPER, BLACKWELL = (9, 0), ((10, 0), (10, 3))
+ARCHITECTURES = {
+    "chunk_kda": {HOPPER: "Hopper"},
+    "fused_recurrent_kda": dict.fromkeys((HOPPER, *BLACKWELL), "Hopper and datacentre Blackwell"),
+    "fused_recurrent_gated_delta_rule": dict.fromkeys((HOPPER, *BLACKWELL), "Hopper and datacentre Blackwell"),
+}
+"""Compute capabilities that own kernels are made for, where not every one from 8.0 on will do."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+CONV_WIDTHS = (2, 3, 4)
+CONV_TOKENS = 2**31 - 2**16
+DECODE_KEY_DIMS = (64, 128, 256)
+DECODE_COLUMNS = 16
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _cute(problem: Problem, env: Environment) -> str | None:
-    if problem.op != "chunk_kda":
+    if problem.op not in _OWN:
         return f"this version has no GPU kernel for {problem.op}"
-    if env.device != "cuda":
+    if env.device != "cuda" or env.capability is None:
         return f"kernels run on a GPU, the tensors are on {env.device}"
-    if env.capability not in ARCHITECTURES:
-        return f"this version has kernels for {', '.join(ARCHITECTURES.values())}, not for {env.title}"
+    made_for = ARCHITECTURES.get(problem.op)
+    if made_for is not None and env.capability not in made_for:
+        return f"this version has kernels for {next(iter(made_for.values()))}, not for {env.title}"
+    if env.capability < (8, 0):
+        return f"kernels need compute capability 8.0 or later, not {env.title}"
     if env.dsl is None:
         return "the CuTe DSL is not installed (pip install 'deltafuse[cuda]')"
-    return _cute_chunk(problem)
+    if problem.context_parallel:
+        return "cp_context (context parallel) runs in fla alone"
+    return _OWN[problem.op](problem)
 
 
-def _cute_chunk(problem: Problem) -> str | None:
+def _own_chunk(problem: Problem) -> str | None:
     """Where the chunked kernels do not reach."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"kernels take bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+        return f"kernels take bfloat16 and float16, not {_name(problem.dtype)}"
     if problem.batch == 0 or problem.tokens == 0:
         return "kernels take no empty input"
     if getattr(problem, "key_dim", 0) > 128:
@@ -87,9 +107,44 @@ def _cute_chunk(problem: Problem) -> str | None:
         return f"kernels take V up to 512, not {getattr(problem, 'value_dim', 0)}"
     if getattr(problem, "intermediate_states", False) and getattr(problem, "chunk_size", 64) != 64:
         return f"kernels return the states of chunks of 64, not {getattr(problem, 'chunk_size', 64)}"
-    if problem.context_parallel:
-        return "cp_context (context parallel) runs in fla alone"
     return None
+
+
+def _own_recurrent(problem: Problem) -> str | None:
+    """Where the decode kernel does not reach."""
+    for tensor, field in (("q, k, v", "dtype"), ("g", "gate_dtype"), ("beta", "beta_dtype"), ("states", "state_dtype")):
+        dtype = getattr(problem, field)
+        if dtype not in FLOATS:
+            return f"the decode kernel takes {tensor} in bfloat16, float16 and float32, not {_name(dtype)}"
+    key_dim, value_dim = getattr(problem, "key_dim", 0), getattr(problem, "value_dim", 0)
+    if key_dim not in DECODE_KEY_DIMS:
+        return f"the decode kernel takes K of {', '.join(map(str, DECODE_KEY_DIMS))}, not {key_dim}"
+    if value_dim % DECODE_COLUMNS:
+        return f"the decode kernel takes V in multiples of {DECODE_COLUMNS}, not {value_dim}"
+    if getattr(problem, "value_gate", False):
+        return "the decode kernel has no gate per value dimension (`gv`)"
+    return None
+
+
+def _own_conv(problem: Problem) -> str | None:
+    """Where the convolution's kernels do not reach."""
+    width = getattr(problem, "width", 0)
+    if width not in CONV_WIDTHS:
+        return f"the kernels take W = 2 to 4, not {width}"
+    rows = problem.batch * problem.tokens
+    if rows > CONV_TOKENS:
+        return f"the kernels take up to {CONV_TOKENS} tokens, not {rows}"
+    other = next((t for t in getattr(problem, "dtypes", ()) if t not in FLOATS), None)
+    return None if other is None else f"the kernels take bfloat16, float16 and float32, not {_name(other)}"
+
+
+_OWN = {
+    "chunk_kda": _own_chunk,
+    "fused_recurrent_kda": _own_recurrent,
+    "fused_recurrent_gated_delta_rule": _own_recurrent,
+    "causal_conv1d": _own_conv,
+    "causal_conv1d_update": _own_conv,
+}
 
 
 def _fla(problem: Problem, env: Environment) -> str | None:

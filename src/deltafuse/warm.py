@@ -24,12 +24,6 @@ def kernels_of(problem: Problem, env: Environment) -> Iterable[tuple[str, Any]]:
     return kda_cute.kernels_of(problem, env.sms)  # type: ignore[arg-type]
 
 
-def architecture(capability: tuple[int, int]) -> str:
-    """The DSL's name of an architecture: with all of its own instructions where it has any, from Hopper on."""
-    major, minor = capability
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
 def warmup(
     op: str | Callable[..., Any],
     *args: Any,
@@ -57,8 +51,8 @@ def warm(problem: Problem, requested: str, devices: Iterable[torch.device], want
     names: dict[str, None] = {}
     for device in devices:
         env = environment(device.type, device.index)
-        if choose(problem, env, requested).backend == "cute" and env.capability is not None:
-            names |= dict.fromkeys(launch.prepare(wanted(problem, env), architecture(env.capability), [device]))
+        if choose(problem, env, requested).backend == "cute" and env.arch is not None:
+            names |= dict.fromkeys(launch.prepare(wanted(problem, env), env.arch, [device]))
     return tuple(names)
 
 

@@ -120,7 +120,7 @@ def test_names_of_architectures() -> None:
         (10, 3): "sm_103a",
         (12, 0): "sm_120a",
     }
-    assert {capability: warm.architecture(capability) for capability in known} == known
+    assert {capability: Environment("cuda", capability).arch for capability in known} == known
     assert {aot.machine(arch).capability: arch for arch in known.values()} == known
     for wrong in ("90", "sm90", "sm_9", "sm_90x", ""):
         with pytest.raises(ValueError, match="allowed: names such as sm_90a"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import maybe_current_level
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..problem import check_bounds
+from ..runtime.probe import environment
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
@@ -54,3 +59,20 @@ def check_once(
     if _seen.get(cu_seqlens) != state:
         check_bounds(cu_seqlens, x.shape[1], may_end_early=may_end_early)
         _seen[cu_seqlens] = state
+
+
+def machine(x: Tensor) -> dict[str, Any]:
+    """The architecture to compile for and the number of multiprocessors, where x is."""
+    env = environment(x.device.type, x.device.index)
+    assert env.arch is not None
+    return {"arch": env.arch, "sms": env.sms}
+
+
+def observed() -> bool:
+    """Whether a compiler, modes or functional transforms want to see an op; where not, it may be run without the dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or maybe_current_level() is not None
+    )

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..problem_conv import ConvCall, ConvUpdateCall
 from ..reference.conv import conv_backward, conv_forward, conv_update
 from ..support import Plan
-from .common import checked_bounds, without_autocast
+from . import conv_cute
+from .common import check_once, checked_bounds, machine, without_autocast
 
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
 
@@ -27,7 +28,7 @@ def _bounds(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None)
     "deltafuse::causal_conv1d_fwd",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, "
-    f"{_PACKING}, bool silu, bool output_final_state) -> (Tensor, Tensor)",
+    f"{_PACKING}, bool silu, bool output_final_state, bool own) -> (Tensor, Tensor)",
 )
 def _forward(
     x: Tensor,
@@ -39,7 +40,15 @@ def _forward(
     cu_seqlens_cpu: Tensor | None,
     silu: bool,
     output_final_state: bool,
+    own: bool,
 ) -> tuple[Tensor, Tensor]:
+    if own:
+        check_once(x, cu_seqlens, cu_seqlens_cpu)
+        where = machine(x)
+        y, state = conv_cute.forward(
+            x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state, **where
+        )
+        return y, x.new_empty(0) if state is None else state
     checked_bounds(x, cu_seqlens, cu_seqlens_cpu)
     bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
     with without_autocast(x):
@@ -58,6 +67,7 @@ def _(
     cu_seqlens_cpu: Tensor | None,
     silu: bool,
     output_final_state: bool,
+    own: bool,
 ) -> tuple[Tensor, Tensor]:
     count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = x.new_empty((count, *weight.shape) if output_final_state else 0)
@@ -68,7 +78,7 @@ def _(
     "deltafuse::causal_conv1d_bwd",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
-    f"{_PACKING}, bool silu, Tensor? grad_y, Tensor? grad_state, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_PACKING}, bool silu, bool own, Tensor? grad_y, Tensor? grad_state, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     x: Tensor,
@@ -78,10 +88,15 @@ def _backward(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     silu: bool,
+    own: bool,
     grad_y: Tensor | None,
     grad_state: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
+    if own:
+        where = machine(x)
+        found = conv_cute.backward(x, weight, bias, initial_state, cu_seqlens, silu, grad_y, grad_state, needs, **where)
+        return tuple(x.new_empty(0) if grad is None else grad for grad in found)
     bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
     with without_autocast(x):
         grads = conv_backward(x, weight, bias, initial_state, bounds, silu, grad_y, grad_state, needs)
@@ -97,6 +112,7 @@ def _(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     silu: bool,
+    own: bool,
     grad_y: Tensor | None,
     grad_state: Tensor | None,
     needs: list[bool],
@@ -106,7 +122,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, ctx.silu, ctx.final = inputs
+    x, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, ctx.silu, ctx.final, ctx.own = inputs
     ctx.set_materialize_grads(False)
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens, cu_seqlens_cpu)
@@ -118,12 +134,12 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
     grads: list[Tensor | None] = [None] * 4
     if any(needs):
         found = torch.ops.deltafuse.causal_conv1d_bwd(
-            *ctx.saved_tensors, ctx.silu, grad_y, grad_state if ctx.final else None, needs
+            *ctx.saved_tensors, ctx.silu, ctx.own, grad_y, grad_state if ctx.final else None, needs
         )
         grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
     grad_x, grad_weight, grad_bias, grad_initial = grads
     grad_residual = grad_y.to(ctx.residual_dtype) if need_residual and grad_y is not None else None
-    return grad_x, grad_weight, grad_bias, grad_residual, grad_initial, None, None, None, None
+    return grad_x, grad_weight, grad_bias, grad_residual, grad_initial, None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
@@ -132,17 +148,21 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 @torch.library.custom_op(
     "deltafuse::causal_conv1d_update",
     mutates_args=("cache",),
-    schema="(Tensor x, Tensor(a!) cache, Tensor weight, Tensor? bias, Tensor? residual, bool silu) -> Tensor",
+    schema="(Tensor x, Tensor(a!) cache, Tensor weight, Tensor? bias, Tensor? residual, bool silu, bool own) -> Tensor",
 )
 def _update(
-    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool
+    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool, own: bool
 ) -> Tensor:
+    if own:
+        return conv_cute.update(x, cache, weight, bias, residual, silu, **machine(x))
     with torch.no_grad(), without_autocast(x):
         return conv_update(x, cache, weight, bias, residual, silu)
 
 
 @_update.register_fake
-def _(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool) -> Tensor:
+def _(
+    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool, own: bool
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -156,7 +176,7 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
     else:
         y, state = torch.ops.deltafuse.causal_conv1d_fwd(
             call.x, call.weight, call.bias, call.residual, call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu,
-            p.silu, p.output_final_state,
+            p.silu, p.output_final_state, plan.backend == "cute",
         )  # fmt: skip
     return y.view(call.shape), state if p.output_final_state else None
 
@@ -169,5 +189,7 @@ def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
 
         y = fla.conv_update(call)
     else:
-        y = torch.ops.deltafuse.causal_conv1d_update(call.x, call.cache, call.weight, call.bias, call.residual, p.silu)
+        y = torch.ops.deltafuse.causal_conv1d_update(
+            call.x, call.cache, call.weight, call.bias, call.residual, p.silu, plan.backend == "cute"
+        )
     return y.view(call.shape), call.cache

@@ -16,7 +16,8 @@ from ..reference.chunk import DeltaTensors, chunk_backward, chunk_forward
 from ..reference.options import CHUNKS_A_WINDOW, DeltaOptions, ceil_div, compute_dtype, kept_states
 from ..reference.recurrent import recurrent_forward, recurrent_serve
 from ..support import Plan
-from .common import checked_bounds, host_bounds, without_autocast
+from . import decode_cute
+from .common import check_once, checked_bounds, host_bounds, machine, observed, without_autocast
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias"
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool may_end_early"
@@ -119,10 +120,16 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, *rest):  # type: ignore[n
 @torch.library.custom_op(
     "deltafuse::recurrent_delta_rule",
     mutates_args=(),
-    schema=f"({_TENSORS}, Tensor? initial_state, {_PACKING}, {_OPTIONS}, Tensor? gv, bool final) -> (Tensor, Tensor)",
+    schema=f"({_TENSORS}, Tensor? initial_state, {_PACKING}, {_OPTIONS}, Tensor? gv, bool final, bool own) -> (Tensor, Tensor)",
 )
 def _recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
-    *options, gv, final = rest
+    *options, gv, final, own = rest
+    if own:
+        check_once(q, cu, cu_cpu, early)
+        tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
+        arch = machine(q)["arch"]
+        o, state = decode_cute.recurrent_forward(tensors, DeltaOptions(*options), final=final, out=None, arch=arch)
+        return o, _empty(q) if state is None else state
     bounds = checked_bounds(q, cu, cu_cpu, early)
     tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, bounds)
     with torch.no_grad(), without_autocast(q):
@@ -132,7 +139,7 @@ def _recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, earl
 
 @_recurrent.register_fake
 def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
-    *options, _gv, final = rest
+    *options, _gv, final, _own = rest
     state = q.new_empty(_state_shape(q, v, cu, DeltaOptions(*options).state_v_first), dtype=compute_dtype(q.dtype))
     return torch.empty_like(v, memory_format=torch.contiguous_format), state if final else _empty(q)
 
@@ -167,8 +174,8 @@ def _chunk_grad(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: 
 
 def _recurrent_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _save(ctx, inputs, None)
-    ctx.final = inputs[-1]
-    ctx.per_value = inputs[-2] is not None or inputs[4].dim() == 4
+    ctx.final = inputs[-2]
+    ctx.per_value = inputs[-3] is not None or inputs[4].dim() == 4
 
 
 def _recurrent_grad(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
@@ -177,7 +184,7 @@ def _recurrent_grad(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) 
             "fused_recurrent ops have no gradient with a gate (`gv`) or `beta` per value dimension"
         )
     grads = _gradients(ctx, grad_o, grad_state if ctx.final else None)
-    return *grads, *([None] * (3 + 9 + 2))
+    return *grads, *([None] * (3 + 9 + 3))
 
 
 _chunk.register_autograd(_chunk_grad, setup_context=_chunk_setup)
@@ -188,9 +195,16 @@ _recurrent.register_autograd(_recurrent_grad, setup_context=_recurrent_setup)
     "deltafuse::recurrent_serve",
     mutates_args=("pool", "out", "token_states"),
     schema=f"({_TENSORS}, Tensor(a!) pool, Tensor indices, Tensor? accepted, Tensor(b!) out, Tensor(c!)? token_states, "
-    f"{_PACKING}, {_OPTIONS}) -> ()",
+    f"{_PACKING}, {_OPTIONS}, bool own) -> ()",
 )
-def _serve(q, k, v, g, beta, a_log, dt_bias, pool, indices, accepted, out, states, cu, cu_cpu, early, *options):  # type: ignore[no-untyped-def]
+def _serve(q, k, v, g, beta, a_log, dt_bias, pool, indices, accepted, out, states, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
+    *options, own = rest
+    if own:
+        check_once(q, cu, cu_cpu, early)
+        tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, None, cu)
+        arch = machine(q)["arch"]
+        decode_cute.recurrent_serve(tensors, DeltaOptions(*options), pool, indices, accepted, out, states, arch=arch)
+        return
     bounds = checked_bounds(q, cu, cu_cpu, early)
     _check_slots(q, pool, indices, accepted, bounds)
     tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, None, bounds)
@@ -248,16 +262,20 @@ def recurrent(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
         from . import fla
 
         return fla.recurrent(call)
+    own = plan.backend == "cute"
+    if own and not (p.requires_grad or observed()):
+        check_once(call.q, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
+        return decode_cute.recurrent(call, arch=machine(call.q)["arch"])
     if p.pooled or p.inplace or call.out is not None:
-        return _served(call)
+        return _served(call, own)
     o, state = torch.ops.deltafuse.recurrent_delta_rule(
         *_tensor_args(call), call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, *_option_args(p),
-        call.gv, p.output_final_state,
+        call.gv, p.output_final_state, own,
     )  # fmt: skip
     return o, state if p.output_final_state else None
 
 
-def _served(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+def _served(call: DeltaCall, own: bool) -> tuple[Tensor, Tensor | None]:
     """The serving form. The second result is the pool (in place), or the state after every token, or the final states."""
     p = call.problem
     out = torch.empty_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out
@@ -274,7 +292,7 @@ def _served(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
         states = pool.new_empty((p.batch * p.tokens, *pool.shape[1:]))
     torch.ops.deltafuse.recurrent_serve(
         *_tensor_args(call), pool, indices, call.accepted, out, states, call.cu_seqlens, call.cu_seqlens_cpu,
-        p.use_graph, *_option_args(p),
+        p.use_graph, *_option_args(p), own,
     )  # fmt: skip
     if states is not None:
         return out, states

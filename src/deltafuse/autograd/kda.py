@@ -1,7 +1,4 @@
-"""KDA's custom op on this package's own kernels, with its gradients.
-
-Gradients are those of the plain torch path, from the call's own inputs.
-"""
+"""KDA's custom ops on this package's own kernels: the forward pass, and the gradients from the call's own inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import maybe_current_level
 
 from ..problem import DeltaCall
 from ..reference.options import ceil_div
 from ..runtime.probe import Environment, environment
-from .common import check_once, host_bounds
+from .common import check_once, host_bounds, observed
+from .kda_backward import backward
 from .kda_cute import ARCHITECTURES, Flags, Kernels, flags_of, forward, kernels_for, kernels_of
 
 _SCHEMA = (
@@ -80,6 +76,32 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *flags
     return torch.empty_like(v, memory_format=torch.contiguous_format), state, states
 
 
+@torch.library.custom_op(
+    "deltafuse::kda_backward",
+    mutates_args=(),
+    schema=_SCHEMA.replace("bool final, bool states) -> (Tensor, Tensor, Tensor)", "bool final, Tensor grad_o, Tensor? grad_state)")
+    + " -> (" + ", ".join(["Tensor"] * _READ) + ")",
+)  # fmt: skip
+def _backward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
+    *numbers, grad_o, grad_state = rest
+    flags = Flags(*numbers, states=False)  # type: ignore[misc]
+    env = environment(q.device.type, q.device.index)
+    kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, flags, env.sms)
+    tensors = (q, k, v, g, beta, a_log, dt_bias, initial_state)
+    assert env.capability is not None
+    grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, ARCHITECTURES[env.capability], env.sms)
+    found = (grads.q, grads.k, grads.v, grads.g, grads.beta, grads.a_log, grads.dt_bias, grads.initial_state)
+    return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+@_backward.register_fake
+def _(q, k, v, g, beta, a_log, dt_bias, initial_state, *rest):  # type: ignore[no-untyped-def]
+    tensors = (q, k, v, g, beta, a_log, dt_bias, initial_state)
+    return tuple(
+        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
+    )
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:_TENSORS])
@@ -93,9 +115,8 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, _: Te
     f = ctx.flags
     if grad_o is None:
         grad_o = torch.zeros_like(read[2])
-    options = (f.scale, f.gate, f.lower_bound, f.l2norm, f.beta_sigmoid, f.beta_limit, f.state_v_first, 64, 8)
-    grads = torch.ops.deltafuse.chunk_delta_rule_backward(
-        *read, cu, cu_cpu, ctx.early, *options, None, grad_o, grad_state if f.final else None
+    grads = torch.ops.deltafuse.kda_backward(
+        *read, cu, cu_cpu, ctx.early, *f.arguments[:-1], grad_o, grad_state if f.final else None
     )
     wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
     own = [grad if x is not None and need else None for grad, x, need in wanted]
@@ -105,11 +126,6 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, _: Te
 _forward.register_autograd(_gradients, setup_context=_setup)
 
 
-def _observed() -> bool:
-    """Whether modes, functional transforms or tensor subclasses may want to see the op."""
-    return _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or maybe_current_level() is not None
-
-
 def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Run a chunked KDA call on this package's kernels."""
     p = call.problem
@@ -117,7 +133,7 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
     bounds = (call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
     state: Tensor | None
     states: Tensor | None
-    if p.requires_grad or torch.compiler.is_compiling() or _observed():
+    if p.requires_grad or observed():
         o, state, states = torch.ops.deltafuse.kda_forward(*tensors, *bounds, *flags_of(p).arguments)
     else:  # the dispatcher would have nothing to do but take its time
         env = environment(p.device.type, p.device.index)

@@ -181,7 +181,7 @@ def flags_of(p: DeltaProblem) -> Flags:
     )  # fmt: skip
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x itself where its rows are contiguous and start at multiples of 16 bytes, else one copy."""
     unit = 16 // x.element_size()
     dense = x.is_contiguous()
@@ -192,12 +192,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x if fine else x.clone() if dense else x.contiguous()
 
 
-def _widened(x: Tensor, size: int) -> Tensor:
+def widened(x: Tensor, size: int) -> Tensor:
     """x with zeros up to `size` columns, aligned for the kernels."""
-    return _aligned(x) if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
+    return aligned(x) if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 
 
-def _float(x: Tensor | None, width: int, size: int) -> Tensor | None:
+def parameter(x: Tensor | None, width: int, size: int) -> Tensor | None:
     """A parameter of the gate in float32, its rows of `width` padded to `size`."""
     if x is None:
         return None
@@ -206,11 +206,11 @@ def _float(x: Tensor | None, width: int, size: int) -> Tensor | None:
     return x if width == size else pad(x.reshape(-1, width), (0, size - width)).reshape(-1)
 
 
-def _padded_state(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> Tensor:
+def padded_state(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> Tensor:
     columns, rows = (key_dim, value_dim) if v_first else (value_dim, key_dim)
     have_rows, have_columns = state.shape[-2:]
     if (have_rows, have_columns) == (rows, columns):
-        return _aligned(state.contiguous())
+        return aligned(state.contiguous())
     return pad(state, (0, columns - have_columns, 0, rows - have_rows))
 
 
@@ -243,19 +243,19 @@ def forward(
         g = g.float()
     if beta.dtype not in _NAMES:
         beta = beta.float()
-    q, k, g, v = _widened(q, key_dim), _widened(k, key_dim), _widened(g, key_dim), _widened(v, value_dim)
+    q, k, g, v = widened(q, key_dim), widened(k, key_dim), widened(g, key_dim), widened(v, value_dim)
     count = slots(batch, tokens, sequences, cu_seqlens is not None)
     factors = q.new_empty((count, value_heads, 3, key_dim // 64, 64, 64))
     scores = q.new_empty((count, value_heads, 2, 64, 64))
     decay = q.new_empty((count, value_heads, key_dim), dtype=torch.float32)
     operands = (factors, scores, decay)
     load("warp.kda_prepare", kernels.prepare, arch)(
-        q, k, g, beta, _float(a_log, 1, 1), _float(dt_bias, width, key_dim), cu_seqlens, *operands, None,
+        q, k, g, beta, parameter(a_log, 1, 1), parameter(dt_bias, width, key_dim), cu_seqlens, *operands, None,
         flags.scale, flags.lower_bound, flags.beta_limit,
     )  # fmt: skip
     inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
     state_shape = (sequences, value_heads, *inner)
-    h0 = None if initial_state is None else _padded_state(initial_state, key_dim, value_dim, flags.state_v_first)
+    h0 = None if initial_state is None else padded_state(initial_state, key_dim, value_dim, flags.state_v_first)
     ht = q.new_empty(state_shape, dtype=torch.float32) if flags.final else None
     hs = q.new_empty((count, *state_shape[1:])) if flags.states else None
     o = q.new_empty((batch, tokens, value_heads, value_dim))

@@ -39,8 +39,9 @@ class ScanConfig:
     """`sm90.kda_scan`: the serial pass over chunks.
 
     `tile` columns of V a CTA (64: one warpgroup, 128: two), in clusters of `cluster` CTAs of one head that share operands. `initial`,
-    `final`, `states`: whether the initial state is given, the final one wanted, every chunk's first state wanted (io dtype). `readout`: whether o is
-    wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
+    `final`, `states`: whether the initial state is given, the final one wanted, every chunk's first state wanted (io dtype).
+    `readout`: whether o is wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
+    `panels` of scores a chunk: 3 where the inverse without beta is among them.
     """
 
     dtype: str = "bfloat16"
@@ -54,16 +55,21 @@ class ScanConfig:
     readout: bool = True
     transition: bool = False
     cu_seqlens: str = ""
+    panels: int = 2
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """`warp.kda_combine`: segments' final states and transitions to segments' initial states, in the layout of `state_v_first`."""
+    """`warp.kda_combine`: segments' final states and transitions to segments' initial states, in the layout of `state_v_first`.
+
+    `reverse`: from the last segment to the first, for the backward pass.
+    """
 
     key_dim: int = 128
     state_v_first: bool = False
     initial: bool = False
     final: bool = False
+    reverse: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,14 @@ class Environment:
     sms: int = 0
 
     @property
+    def arch(self) -> str | None:
+        """What kernels are compiled for here, with all of the architecture's own instructions: "sm_90a"."""
+        if self.capability is None:
+            return None
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+    @property
     def title(self) -> str:
         if self.capability is None:
             return self.name or self.device

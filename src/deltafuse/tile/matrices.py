@@ -1,8 +1,8 @@
 """8 x 8 matrices of 16-bit numbers between shared memory and fragments, four at a time.
 
-Lane 8 m + r gives the address of row r of matrix m. With t = lane index, register m holds of matrix m as it lies in shared memory (row t / 4,
-columns 2 (t % 4) and the next), or transposed (column t / 4, rows 2 (t % 4) and the next): of memory [token][v] a fragment with rows v and
-columns tokens.
+Lane 8 m + r gives the address of row r of matrix m. With t = lane index, register m holds of matrix m as it lies in shared memory (row t
+/ 4, columns 2 (t % 4) and the next), or transposed (column t / 4, rows 2 (t % 4) and the next): of memory [token][v] a fragment with
+rows v and columns tokens.
 """
 
 # mypy: ignore-errors

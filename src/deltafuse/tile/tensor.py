@@ -1,8 +1,8 @@
 """Tensor memory from a warp's side: 16 lanes at a time, in the fragments of 8 x 8 matrices.
 
-With t = lane index, the accumulators' columns 8 i + 2 (t % 4) and the next one of row t / 4 are registers 4 i and 4 i + 1 of a load, those of row
-t / 4 + 8 registers 4 i + 2 and 4 i + 3. Rounded to 16 bits and packed in pairs they are, in the same order, what a store of an operand takes.
-A warp reaches the 32 lanes that begin at 32 (warp % 4): rows 0 to 15 of an address at lane l are lanes l to l + 15.
+With t = lane index, the accumulators' columns 8 i + 2 (t % 4) and the next one of row t / 4 are registers 4 i and 4 i + 1 of a load,
+those of row t / 4 + 8 registers 4 i + 2 and 4 i + 3. Rounded to 16 bits and packed in pairs they are, in the same order, what a store of
+an operand takes. A warp reaches the 32 lanes that begin at 32 (warp % 4): rows 0 to 15 of an address at lane l are lanes l to l + 15.
 """
 
 # mypy: ignore-errors

@@ -685,7 +685,7 @@ def compile(config: ScanConfig, **tuning):
     return cute.compile(
         kernel,
         tensor(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
-        tensor(dt, (slots, heads, 2, 64, 64), (1, 2, 3)),
+        tensor(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
         tensor(Float32, (slots, heads, K), (1,)),
         None if config.transition else tensor(dt, (batch, tokens, heads, value_dim)),
         state(Float32, units, columns) if config.initial else None,

@@ -8,6 +8,8 @@ so that the initial state of every segment follows from the first one, serially 
 
     S_0 = h0 or 0;   S_{s+1} = T_s S_s + F_s
 
+The backward pass has the same of the states' gradients, from the last segment to the first (`reverse`).
+
 Roles: one CTA of K / 32 warps for a sequence, value head and 16 columns of V. It keeps S^T [16, K] in shared memory; warp j computes the
 32 columns k = 32j .. 32j+31 of the next S^T by `mma.m16n8k8` with tf32 operands, each split in two so that products are those of fp32
 numbers to 2^-21: x = hi + lo, x y = hi hi + hi lo + lo hi.
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile.mma import mma_tf32
@@ -105,6 +107,8 @@ class KdaCombine:
         rT = cute.make_rmem_tensor((4, 2, K // 8), Float32)
         for s in cutlass.range(segments, unroll=1):
             unit = sequence * segments + s
+            if const_expr(self.config.reverse):
+                unit = sequence * segments + segments - 1 - s
             self.write_state(rS, mStarts, unit, head, v0 + g, k0 + 8 * t)
             last = s + 1 == segments
             wanted = const_expr(mHt is not None) or not last
@@ -165,7 +169,7 @@ class KdaCombine:
 
     @cute.jit
     def products(self, rS, rT, sS, g, t):
-        """S^T <- S^T T^T + F^T, in fp32 by split operands. Column n of tile j is k0 + 4n + j, so that a lane's four tiles are one vector of T."""
+        """S^T <- S^T T^T + F^T, in fp32 by split operands. Column n of tile j is k0 + 4n + j: a lane's four tiles are one vector of T."""
         for step in cutlass.range_constexpr(self.key_dim // 8):
             hi, lo = [], []
             for col in cutlass.range_constexpr(2):

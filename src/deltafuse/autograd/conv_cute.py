@@ -1,0 +1,358 @@
+"""The short convolution on this package's own kernels: what a call is compiled for, how it is cut into ranges, and the launches.
+
+`forward`, `backward` and `update` take the arguments of their namesakes in `reference.conv` and return the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.config import ConvBackwardConfig, ConvConfig, ConvUpdateConfig
+from ..runtime import cache
+
+Load = Callable[[str, Any, str], Callable[..., Any]]
+FORWARD, BACKWARD, UPDATE = "warp.conv_forward", "warp.conv_backward", "warp.conv_update"
+WIDTHS = (2, 3, 4)
+TOKENS_LIMIT = 2**31 - 2**16
+"""Tokens of a call, or sequences of an update, that the kernels count in 32 bits."""
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
+_THREADS = 128
+_COLUMNS = (128, 64, 32, 16, 8)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is cut; None where the shape decides.
+
+    `tokens` of a range (an update: sequences of a thread); the rest as in the configs, `vector` as far as the tensors allow it.
+    """
+
+    tokens: int | None = None
+    vector: int | None = None
+    rows: int | None = None
+    batch: int | None = None
+    blocks: int | None = None
+
+
+AUTO = Tuning()
+
+
+def unsupported(width: int, tokens: int, dtypes: Sequence[torch.dtype | None]) -> str | None:
+    """Why the kernels cannot take a call of `tokens` tokens (an update: sequences) with tensors of these dtypes, or None."""
+    if width not in WIDTHS:
+        return f"the kernels take W = 2 to 4, not {width}"
+    if tokens > TOKENS_LIMIT:
+        return f"the kernels take up to {TOKENS_LIMIT} tokens, not {tokens}"
+    other = next((t for t in dtypes if t is not None and t not in _NAMES), None)
+    return None if other is None else f"the kernels take bfloat16, float16 and float32, not {other}"
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------------------------
+def _name(x: Tensor | None) -> str:
+    return "" if x is None else _NAMES[x.dtype]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself where its channels lie side by side, else a copy."""
+    if x.stride(-1) == 1 and (x.shape[-1] > 1 or x.is_contiguous()):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """x itself where it is contiguous and aligned, else a copy."""
+    x = x.detach()
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _flat_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _flat(x)
+
+
+def _aligned(x: Tensor, vector: int, inner: int = 1) -> bool:
+    """Whether rows of x (all axes but the last `inner`) start at multiples of `vector` elements, as far as 16 bytes."""
+    size = x.element_size()
+    unit = min(16, vector * size)
+    if x.data_ptr() % unit:
+        return False
+    strides = zip(x.stride()[:-inner], x.shape[:-inner], strict=True)
+    return not any(s * size % unit and n > 1 for s, n in strides)
+
+
+def _vector(channels: int, most: int, *rows: Tensor | None) -> int:
+    """Channels a thread: the most of which all rows of all tensors are made."""
+    given = [x for x in rows if x is not None]
+    sizes = [v for v in (8, 4, 2) if v <= most and channels % v == 0]
+    return next((v for v in sizes if all(_aligned(x, v) for x in given)), 1)
+
+
+@lru_cache(4096)
+def columns_of(channels: int, vector: int) -> int:
+    """Threads along the channels: the most of which few idle."""
+    runs = -(-channels // vector)
+
+    def busy(columns: int) -> float:
+        return runs / (-(-runs // columns) * columns)
+
+    best = max(busy(c) for c in _COLUMNS)
+    return next(c for c in _COLUMNS if busy(c) >= 0.9 * best)
+
+
+@lru_cache(4096)
+def range_tokens(
+    tokens: int, channels: int, vector: int, columns: int, sms: int, blocks: int, *, most: int, group: int, less: int
+) -> int:
+    """Tokens a range: all ranges in a whole number of waves of CTAs, `most` tokens or so each, and a whole number of groups.
+
+    A range of `group` n - `less` tokens is n groups of rows.
+    """
+    tiles = -(-channels // (vector * columns))
+    wave = max(1, sms * blocks * (_THREADS // columns) // tiles)
+    waves = max(1, round(tokens / (wave * most)))
+    groups = -(-(-(-tokens // (wave * waves)) + less) // group)
+    return max(groups, 2) * group - less
+
+
+# ---- whole sequences ---------------------------------------------------------------------------------------------------------------
+def forward_config(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    output_final_state: bool,
+    tuning: Tuning = AUTO,
+) -> ConvConfig:
+    """What the forward kernel is compiled for; looks at dtypes, the number of channels and alignment alone."""
+    channels, width = weight.shape
+    wide = 16 // x.element_size()
+    vector = _vector(channels, tuning.vector or wide, x, residual)
+    # What else a thread holds takes the registers of rows in flight.
+    rows = tuning.rows or (8 if residual is None and initial_state is None else 4)
+    return ConvConfig(
+        dtype=_name(x), width=width, weight_dtype=_name(weight), bias_dtype=_name(bias), residual_dtype=_name(residual),
+        state_dtype=_name(initial_state), final=output_final_state, silu=silu,
+        cu_seqlens="" if cu_seqlens is None else _INTEGERS[cu_seqlens.dtype], vector=vector,
+        columns=columns_of(channels, vector), rows=rows, batch=tuning.batch or rows // 2, blocks=tuning.blocks or 4,
+    )  # fmt: skip
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: Tensor | None,
+    silu: bool,
+    output_final_state: bool,
+    *,
+    arch: str,
+    sms: int,
+    load: Load = cache.load,
+    tuning: Tuning = AUTO,
+) -> tuple[Tensor, Tensor | None]:
+    """`y` `[B, T, D]` and the last W inputs `[N, D, W]` of every sequence, both in x's dtype."""
+    x, residual = _rows(x), None if residual is None else _rows(residual)
+    weight, bias, initial_state, bounds = _flat(weight), *map(_flat_or_none, (bias, initial_state, bounds))
+    config = forward_config(x, weight, bias, residual, initial_state, bounds, silu, output_final_state, tuning)
+    batch, length, channels = x.shape
+    sequences = batch if bounds is None else bounds.shape[0] - 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    state = x.new_empty((sequences, channels, config.width)) if output_final_state else None
+    if y.numel() or (state is not None and state.numel()):
+        tokens = tuning.tokens or range_tokens(
+            batch * length, channels, config.vector, config.columns, sms, config.blocks,
+            most=128, group=config.rows, less=0,
+        )  # fmt: skip
+        load(FORWARD, config, arch)(x, weight, bias, residual, initial_state, bounds, y, state, tokens)
+    return y, state
+
+
+def backward_config(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    grad_y: Tensor,
+    grad_state: bool,
+    needs: Sequence[bool],
+    tuning: Tuning = AUTO,
+) -> ConvBackwardConfig:
+    """What the backward kernel is compiled for; looks at dtypes, the number of channels and alignment alone."""
+    channels, width = weight.shape
+    vector = _vector(channels, tuning.vector or 4, x, grad_y)
+    roomy = vector * x.element_size() <= 8 and initial_state is None and not grad_state
+    rows = tuning.rows or (8 if roomy else 4)
+    need_x, need_weight, need_bias, need_state = needs
+    return ConvBackwardConfig(
+        dtype=_name(x), width=width, weight_dtype=_name(weight), bias_dtype=_name(bias), state_dtype=_name(initial_state),
+        grad_state=grad_state, silu=silu, cu_seqlens="" if cu_seqlens is None else _INTEGERS[cu_seqlens.dtype], dx=need_x,
+        dweight=need_weight, dbias=need_bias and bias is not None, dstate=need_state and initial_state is not None, vector=vector,
+        columns=columns_of(channels, vector), rows=rows, batch=tuning.batch or rows // 2, blocks=tuning.blocks or 4,
+    )  # fmt: skip
+
+
+def backward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    bounds: Tensor | None,
+    silu: bool,
+    grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    needs: Sequence[bool],
+    *,
+    arch: str,
+    sms: int,
+    load: Load = cache.load,
+    tuning: Tuning = AUTO,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and initial state, each in its tensor's dtype, None where `needs` has no use for it."""
+    x = _rows(x)
+    dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if grad_y is None else _rows(grad_y.to(x.dtype))
+    weight, bias, initial_state, bounds = _flat(weight), *map(_flat_or_none, (bias, initial_state, bounds))
+    dfinal = None if grad_state is None else _flat(grad_state.to(x.dtype))
+    config = backward_config(x, weight, bias, initial_state, bounds, silu, dy, dfinal is not None, needs, tuning)
+    batch, length, channels = x.shape
+    tokens = tuning.tokens or range_tokens(
+        batch * length, channels, config.vector, config.columns, sms, config.blocks,
+        most=512, group=config.rows, less=config.width - 1,
+    )  # fmt: skip
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if config.dx else None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if config.dweight else None
+    dbias = torch.empty(channels, dtype=bias.dtype, device=x.device) if config.dbias and bias is not None else None
+    dstate = None
+    if config.dstate and initial_state is not None:
+        dstate = torch.empty(initial_state.shape, dtype=initial_state.dtype, device=x.device)
+    partial = None
+    if config.dweight or config.dbias:
+        shape = (-(-batch * length // tokens), config.width * config.dweight + config.dbias, channels)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if any(t is not None for t in (dx, dweight, dbias, dstate)):
+        load(BACKWARD, config, arch)(
+            x, dy, weight, bias, initial_state, bounds, dfinal, dx, partial, dweight, dbias, dstate, tokens
+        )
+    return dx, dweight, dbias, dstate
+
+
+# ---- one token ---------------------------------------------------------------------------------------------------------------------
+def _lies_well(state: Tensor) -> bool:
+    """Whether every sequence of a cache `[N, D, W]` is contiguous."""
+    _, channels, width = state.shape
+    return state.stride(2) == 1 and (channels == 1 or state.stride(1) == width)
+
+
+def update_config(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu: bool,
+    tuning: Tuning = AUTO,
+) -> ConvUpdateConfig:
+    """What the update kernel is compiled for, for a cache whose sequences are contiguous."""
+    channels, width = weight.shape
+    most = tuning.vector or max(1, 16 // (4 * state.element_size() if width > 2 else 2 * state.element_size()))
+    vector = _vector(channels, most, x, residual)
+    whole = _aligned(state, 16, inner=2)
+    while not whole and not _aligned(state, vector, inner=2):
+        vector //= 2
+    return ConvUpdateConfig(
+        dtype=_name(x), cache_dtype=_name(state), width=width, weight_dtype=_name(weight), bias_dtype=_name(bias),
+        residual_dtype=_name(residual), silu=silu, vector=vector, whole=whole, columns=columns_of(channels, vector),
+        rows=tuning.rows or 4,
+    )  # fmt: skip
+
+
+def update(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu: bool,
+    *,
+    arch: str,
+    sms: int,
+    load: Load = cache.load,
+    tuning: Tuning = AUTO,
+) -> Tensor:
+    """One more token x `[N, D]` of every sequence: its output in x's dtype; the cache `[N, D, W]` moves on in place."""
+    x, residual = _rows(x), None if residual is None else _rows(residual)
+    weight, bias = _flat(weight), _flat_or_none(bias)
+    given = state
+    if not _lies_well(state):
+        state = torch.empty(state.shape, dtype=state.dtype, device=state.device).copy_(state)
+    config = update_config(x, state, weight, bias, residual, silu, tuning)
+    count, channels = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if count:
+        tiles = -(-channels // (config.vector * config.columns))
+        span = tuning.tokens or -(-count * tiles // (sms * 8 * (_THREADS // config.columns)))
+        if span > 1:
+            span = -(-span // config.rows) * config.rows
+        load(UPDATE, config, arch)(x, state, weight, bias, residual, y, span)
+        if state is not given:
+            given.copy_(state)
+    return y
+
+
+# ---- kernels of a call -------------------------------------------------------------------------------------------------------------
+def kernels_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    silu: bool = False,
+    output_final_state: bool = False,
+    needs: Sequence[bool] = (),
+) -> tuple[tuple[str, Any], ...]:
+    """The kernels, each a name and its config, of a call of `causal_conv1d`; `needs`: and of these gradients, as in `backward`.
+
+    x and the residual `[B, T, D]`; tensors may be on the `meta` device. The gradient of y is taken to be contiguous. With a final
+    state there are two kernels for the gradient: the state may have one or not.
+    """
+    x, residual = _rows(x), None if residual is None else _rows(residual)
+    kernels: list[tuple[str, Any]] = [
+        (FORWARD, forward_config(x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state))
+    ]
+    if any(needs):
+        grad_y = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        for grad_state in (False, True) if output_final_state else (False,):
+            config = backward_config(x, weight, bias, initial_state, cu_seqlens, silu, grad_y, grad_state, needs)
+            kernels.append((BACKWARD, config))
+    return tuple(kernels)
+
+
+def update_kernels_of(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu: bool = False,
+) -> tuple[tuple[str, Any], ...]:
+    """The kernel of a call of `causal_conv1d_update`, as `kernels_of`."""
+    x, residual = _rows(x), None if residual is None else _rows(residual)
+    if not _lies_well(state):
+        state = torch.empty(state.shape, dtype=state.dtype, device="meta")
+    return ((UPDATE, update_config(x, state, weight, bias, residual, silu)),)

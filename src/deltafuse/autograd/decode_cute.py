@@ -1,0 +1,424 @@
+"""Decoding on this package's own kernel: what a call's tensors need of it, and its launch.
+
+`recurrent_forward` and `recurrent_serve` do what those of `reference.recurrent` do, on a GPU's current stream. They wait for no value on
+the device: slots outside the pool count as none, bounds are kept inside the tensors. Where `out` and the pool are given and the tensors
+are laid out as kernels read them, nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.config import DecodeConfig, LayerDecodeConfig
+from ..problem import DeltaCall, DeltaProblem
+from ..reference.chunk import DeltaTensors
+from ..reference.options import DeltaOptions
+from ..runtime import cache
+
+Load = Callable[[str, Any, str], Callable[..., Any]]
+KERNEL = "warp.delta_decode"
+KEY_DIMS = (64, 128, 256)
+COLUMNS = 16
+"""V is a multiple of it: the columns of a warp."""
+FEW = 2048
+"""Up to so many warps of work every warp is a CTA of its own, so that they spread over all multiprocessors."""
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
+
+
+def unsupported(p: DeltaProblem) -> str | None:
+    """Why the kernel cannot take a problem; None where it can."""
+    for name, dtype in (("q, k, v", p.dtype), ("g", p.gate_dtype), ("beta", p.beta_dtype), ("states", p.state_dtype)):
+        if dtype not in _NAMES:
+            return f"the decode kernel takes {name} in bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if p.key_dim not in KEY_DIMS:
+        return f"the decode kernel takes K of {', '.join(map(str, KEY_DIMS))}, not {p.key_dim}"
+    if p.value_dim % COLUMNS:
+        return f"the decode kernel takes V in multiples of {COLUMNS}, not {p.value_dim}"
+    if p.value_gate:
+        return "the decode kernel has no gate per value dimension (`gv`)"
+    return None
+
+
+def decode_config(
+    t: DeltaTensors,
+    options: DeltaOptions,
+    *,
+    state: torch.dtype | None,
+    final: torch.dtype | None,
+    store: str,
+    indices: Tensor | None = None,
+    accepted: Tensor | None = None,
+    warps: int | None = None,
+) -> DecodeConfig:
+    """What the kernel of a call is compiled for: `state` and `final` are the dtypes of what is read and, as `store` says, written."""
+    work = t.sequences * t.v.shape[2] * (t.v.shape[3] // COLUMNS)
+    return DecodeConfig(
+        dtype=_NAMES[t.q.dtype], key_dim=t.q.shape[3], value_dim=t.v.shape[3], per_key=t.g.dim() == 4, gate=options.gate,
+        gate_dtype=_NAMES[t.g.dtype], beta_dtype=_NAMES[t.beta.dtype], beta_per_value=t.beta.dim() == 4,
+        a_log=t.a_log is not None, dt_bias=t.dt_bias is not None, l2norm=options.l2norm, beta_sigmoid=options.beta_sigmoid,
+        state_dtype="" if state is None else _NAMES[state], final_dtype="float32" if final is None else _NAMES[final], store=store,
+        state_v_first=options.state_v_first, indices="" if indices is None else _INTEGERS[indices.dtype],
+        per_token=indices is not None and indices.dim() == 2, accepted="" if accepted is None else _INTEGERS[accepted.dtype],
+        cu_seqlens="" if t.cu_seqlens is None else _INTEGERS[t.cu_seqlens.dtype],
+        single=t.q.shape[1] == 1 and t.cu_seqlens is None, warps=warps or (1 if work <= FEW else 4),
+    )  # fmt: skip
+
+
+def _of_call(call: DeltaCall) -> tuple[DeltaTensors, DeltaOptions]:
+    p = call.problem
+    tensors = DeltaTensors(
+        call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens
+    )
+    options = DeltaOptions(p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first)
+    return tensors, options
+
+
+def _store(indices: Tensor | None, token_states: bool) -> str:
+    """How a call on a pool writes states."""
+    return "each" if token_states else "tokens" if indices is not None and indices.dim() == 2 else "last"
+
+
+def kernels_of(call: DeltaCall) -> tuple[tuple[str, DecodeConfig], ...]:
+    """The kernels that calls of this form run, for few and for many sequences."""
+    p, (tensors, options) = call.problem, _of_call(call)
+    read = None if call.initial_state is None else call.initial_state.dtype
+    written: torch.dtype | None
+    if p.pooled or p.inplace:
+        written, store = read, _store(call.state_indices, p.pooled and not p.inplace)
+    else:
+        written, store = (torch.float32, "last") if p.output_final_state else (None, "")
+    given: dict[str, Any] = dict(
+        state=read, final=written, store=store, indices=call.state_indices, accepted=call.accepted
+    )
+    return tuple((KERNEL, decode_config(tensors, options, **given, warps=warps)) for warps in (1, 4))
+
+
+def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[Tensor, Tensor | None]:
+    """A checked call of a recurrent op, without gradients: `(o, final states, pool or the state after every token; or None)`."""
+    p, (tensors, options) = call.problem, _of_call(call)
+    if not (p.pooled or p.inplace):
+        return recurrent_forward(tensors, options, final=p.output_final_state, out=call.out, arch=arch, load=load)
+    pool, states = call.initial_state, None
+    assert pool is not None
+    out = torch.empty_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out
+    if not p.inplace:
+        states = pool.new_empty((p.batch * p.tokens, *pool.shape[1:]))
+    recurrent_serve(tensors, options, pool, call.state_indices, call.accepted, out, states, arch=arch, load=load)
+    return out, pool if states is None else states
+
+
+def _rows_fine(x: Tensor, key_dim: int) -> bool:
+    """Whether a lane can read x's last dimension in vectors of up to 16 bytes, from an aligned start."""
+    unit = min(16 // x.element_size(), key_dim // 32)
+    return x.stride(-1) == 1 and all(
+        s % unit == 0 or n == 1 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    )
+
+
+def _states_fine(x: Tensor) -> bool:
+    """Whether states [slots, HV, rows, columns] lie as the kernel reads and writes them, from an aligned start."""
+    unit = 16 // x.element_size()
+    rows, columns = x.shape[-2:]
+    inner = x.stride(-1) == 1 and (rows == 1 or x.stride(-2) == columns)
+    return inner and all(s % unit == 0 or n == 1 for s, n in zip(x.stride()[:2], x.shape[:2], strict=True))
+
+
+def _parameter_fine(x: Tensor | None) -> bool:
+    return x is None or (x.dtype == torch.float32 and x.is_contiguous())
+
+
+def _parameter(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x.detach().float().contiguous()
+
+
+def _bytes(x: Tensor) -> int:
+    """From x's first byte to its last."""
+    if not x.numel():
+        return 0
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What depends on the dtypes, shapes and strides of a call alone: its kernel, whether tensors lie right, and how long they are."""
+
+    function: Callable[..., Any]
+    rows: tuple[bool, bool, bool]
+    states: tuple[bool, bool]
+    parameters: bool
+    spans: tuple[int, ...]
+
+    @property
+    def fine(self) -> bool:
+        return all(self.rows) and all(self.states) and self.parameters
+
+
+_plans: dict[Any, tuple[_Plan, bool]] = {}
+_PLANS = 4096
+"""Plans that are remembered before all are forgotten: a server's shapes are few."""
+
+
+def _plan(
+    t: DeltaTensors,
+    out: Tensor,
+    state: Tensor | None,
+    final: Tensor | None,
+    config: DecodeConfig,
+    load: Load,
+    arch: str,
+) -> _Plan:
+    keys = (t.q, t.k, t.g) if config.per_key else (t.q, t.k)
+    rows = [_rows_fine(x, config.key_dim) for x in keys]
+    return _Plan(
+        load(KERNEL, config, arch), (rows[0], rows[1], rows[2] if config.per_key else True),
+        (state is None or _states_fine(state), final is None or _states_fine(final)),
+        _parameter_fine(t.a_log) and _parameter_fine(t.dt_bias), tuple(map(_bytes, (t.q, t.k, t.v, t.g, t.beta, out))),
+    )  # fmt: skip
+
+
+def launch(
+    t: DeltaTensors,
+    options: DeltaOptions,
+    *,
+    state: Tensor | None,
+    final: Tensor | None,
+    store: str,
+    out: Tensor,
+    indices: Tensor | None = None,
+    accepted: Tensor | None = None,
+    arch: str,
+    load: Load = cache.load,
+    warps: int | None = None,
+) -> None:
+    """Run the kernel: reads `state` (None: zeros), writes `out`, and `final` (which may be `state`) as `store` says.
+
+    What does not lie as the kernel wants it is copied, and copied back where it is written.
+    """
+    tensors = (t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias, state, indices, accepted, t.cu_seqlens, out, final)
+    forms = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
+    key = (arch, load, warps, store, options, forms)
+    found = _plans.get(key)
+    if found is None:
+        if t.sequences == 0 or (indices is not None and state is not None and not state.shape[0]):
+            out.zero_()
+            if store == "each" and final is not None:
+                final.zero_()
+            return
+        read, written = (None if x is None else x.dtype for x in (state, final))
+        config = decode_config(
+            t, options, state=read, final=written, store=store, indices=indices, accepted=accepted, warps=warps
+        )
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        plan = _plan(t, out, state, final, config, load, arch)
+        found = _plans[key] = plan, plan.fine
+    plan, fine = found
+    starts = [t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.g.data_ptr(), t.beta.data_ptr()]
+    first = out.data_ptr()
+    last = first + plan.spans[5]
+    apart = all(start >= last or first >= start + span for start, span in zip(starts, plan.spans, strict=False))
+    misplaced = starts[0] | starts[1] | (starts[3] if t.g.dim() == 4 else 0)
+    for x in (state, final):
+        if x is not None:
+            misplaced |= x.data_ptr()
+    if fine and apart and not misplaced & 15:
+        plan.function(*tensors, options.scale, options.lower_bound, options.beta_limit)
+    else:
+        _launch_on_copies(plan, t, options, state, final, out, apart, tensors)
+
+
+def _launch_on_copies(
+    plan: _Plan,
+    t: DeltaTensors,
+    options: DeltaOptions,
+    state: Tensor | None,
+    final: Tensor | None,
+    out: Tensor,
+    apart: bool,
+    tensors: tuple[Tensor | None, ...],
+) -> None:
+    def right(x: Tensor | None, fine: bool) -> Tensor | None:
+        if x is None or (fine and x.data_ptr() % 16 == 0):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
+
+    args = list(tensors)
+    for place, fine in zip((0, 1, 3), plan.rows, strict=True):
+        args[place] = right(args[place], fine) if place != 3 or t.g.dim() == 4 else t.g
+    args[5], args[6] = _parameter(t.a_log), _parameter(t.dt_bias)
+    args[7] = right(state, plan.states[0])
+    args[12] = args[7] if final is state else right(final, plan.states[1])
+    args[11] = out if apart else torch.empty_like(out)
+    plan.function(*args, options.scale, options.lower_bound, options.beta_limit)
+    for place, x in ((11, out), (12, final)):
+        held = args[place]
+        if x is not None and held is not None and held is not x:
+            x.copy_(held)
+
+
+def recurrent_forward(
+    t: DeltaTensors,
+    options: DeltaOptions,
+    *,
+    final: bool = True,
+    out: Tensor | None = None,
+    arch: str,
+    load: Load = cache.load,
+) -> tuple[Tensor, Tensor | None]:
+    """`(o [B, T, HV, V] in q's dtype, final state in float32, or None where it is not wanted)`."""
+    if out is None:
+        out = torch.empty_like(t.v, memory_format=torch.contiguous_format)
+    written = None
+    if final:
+        inner = (t.v.shape[3], t.q.shape[3]) if options.state_v_first else (t.q.shape[3], t.v.shape[3])
+        written = t.q.new_empty((t.sequences, t.v.shape[2], *inner), dtype=torch.float32)
+    launch(
+        t, options, state=t.initial_state, final=written, store="last" if final else "", out=out, arch=arch, load=load
+    )
+    return out, written
+
+
+def recurrent_serve(
+    t: DeltaTensors,
+    options: DeltaOptions,
+    pool: Tensor,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    out: Tensor,
+    token_states: Tensor | None,
+    *,
+    arch: str,
+    load: Load = cache.load,
+) -> None:
+    """Decode on a pool of states, which is written unless `token_states` is there to take the state after every token.
+
+    As `reference.recurrent.recurrent_serve`; without `indices` the slot of sequence n is n.
+    """
+    final = pool if token_states is None else token_states
+    launch(
+        t, options, state=pool, final=final, store=_store(indices, token_states is not None), out=out, indices=indices,
+        accepted=accepted, arch=arch, load=load,
+    )  # fmt: skip
+
+
+# ---- a layer's token ---------------------------------------------------------------------------------------------------------------
+LAYER_KERNEL = "warp.layer_decode"
+LAYER_WARPS = {64: 24, 128: 16, 256: 8}
+"""Warps of 16 columns of V that a CTA of the layer's kernel holds, by K."""
+
+
+@dataclass(frozen=True)
+class LayerToken:
+    """One token a sequence of a KDA layer: what its projections give, rows `[N, ...]`, and its parameters.
+
+    xq, xk `[N, H * K]`, xv, z `[N, HV * V]`, f `[N, HV * K]` the raw gate, beta `[N, HV]` raw; of the convolutions of q, k, v the caches
+    `[N, D, W]`, the weights `[D, W]` and the biases `[D]` or None; norm `[V]` or None.
+    """
+
+    xq: Tensor
+    xk: Tensor
+    xv: Tensor
+    f: Tensor
+    beta: Tensor
+    z: Tensor
+    caches: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor] | None
+    norm: Tensor | None
+    a_log: Tensor | None
+    dt_bias: Tensor | None
+    key_dim: int
+    value_dim: int
+
+    @property
+    def ratio(self) -> int:
+        return self.f.shape[1] // self.xq.shape[1]
+
+
+def layer_unsupported(t: LayerToken, state: Tensor | None) -> str | None:
+    """Why the layer's kernel cannot take a token; None where it can."""
+    rows = (t.xq, t.xk, t.xv, t.f, t.beta, t.z)
+    if any(x.dtype != t.xq.dtype or x.dtype not in _NAMES for x in rows):
+        return "the layer kernel takes projections in one dtype, bfloat16, float16 or float32"
+    groups = {
+        "caches": t.caches,
+        "weights": t.weights,
+        "biases": t.biases or (),
+        "state": () if state is None else (state,),
+    }
+    for name, group in groups.items():
+        if len({x.dtype for x in group}) > 1 or any(x.dtype not in _NAMES for x in group):
+            return f"the layer kernel takes {name} in one dtype, bfloat16, float16 or float32"
+    if t.biases and t.biases[0].dtype != t.weights[0].dtype:
+        return "the layer kernel takes biases in the weights' dtype"
+    if t.norm is not None and t.norm.dtype not in _NAMES:
+        return "the layer kernel takes the norm's weight in bfloat16, float16 or float32"
+    taps = t.weights[0].shape[1]
+    if taps not in (2, 4) or any(x.stride(2) != 1 or x.stride(1) != taps or x.stride(0) % taps for x in t.caches):
+        return "the layer kernel takes 2 or 4 taps, caches contiguous in their last two dimensions"
+    if any(not x.is_contiguous() for x in t.weights) or any(
+        x.data_ptr() % (taps * x.element_size()) for x in (*t.caches, *t.weights)
+    ):
+        return "the layer kernel takes contiguous, aligned weights and caches"
+    if t.key_dim not in LAYER_WARPS or t.value_dim % COLUMNS or t.value_dim > COLUMNS * LAYER_WARPS[t.key_dim]:
+        return f"the layer kernel takes no K {t.key_dim} with V {t.value_dim}"
+    if t.ratio not in (1, 2, 4, 8):
+        return f"the layer kernel takes 1, 2, 4 or 8 value heads a key head, not {t.ratio}"
+    return None
+
+
+def layer_config(t: LayerToken, options: DeltaOptions, state: Tensor | None, final: Tensor | None) -> LayerDecodeConfig:
+    return LayerDecodeConfig(
+        dtype=_NAMES[t.xq.dtype], key_dim=t.key_dim, value_dim=t.value_dim, ratio=t.ratio, conv_size=t.weights[0].shape[1],
+        conv_bias=t.biases is not None, conv_dtype=_NAMES[t.weights[0].dtype], cache_dtype=_NAMES[t.caches[0].dtype],
+        norm_dtype="" if t.norm is None else _NAMES[t.norm.dtype], gate=options.gate, a_log=t.a_log is not None,
+        dt_bias=t.dt_bias is not None, state_dtype="" if state is None else _NAMES[state.dtype],
+        final_dtype="float32" if final is None else _NAMES[final.dtype], final=final is not None, state_v_first=options.state_v_first,
+    )  # fmt: skip
+
+
+def layer_token(
+    t: LayerToken,
+    options: DeltaOptions,
+    state: Tensor | None,
+    final: Tensor | None,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+    arch: str,
+    load: Load = cache.load,
+) -> Tensor:
+    """What the layer's output projection takes, `[N, HV * V]`; moves the caches on, and writes the states after the token to `final`.
+
+    y = rms_norm(delta_rule(silu(conv(x)))) sigmoid(z), with q and k normalised, `options.gate` and beta's sigmoid. `final` may be `state`.
+    """
+    if out is None:
+        out = torch.empty_like(t.xv, memory_format=torch.contiguous_format)
+    if state is not None and not _aligned_states(state):
+        state = state.clone(memory_format=torch.contiguous_format)
+    held = (
+        final
+        if final is None or _aligned_states(final)
+        else torch.empty_like(final, memory_format=torch.contiguous_format)
+    )
+    xq, xk, xv, f, beta, z = (x if x.stride(1) == 1 else x.contiguous() for x in (t.xq, t.xk, t.xv, t.f, t.beta, t.z))
+    if not _rows_fine(f, t.key_dim) or f.data_ptr() % 16:
+        f = f.clone(memory_format=torch.contiguous_format)
+    load(LAYER_KERNEL, layer_config(t, options, state, final), arch)(
+        xq, xk, xv, *t.caches, *t.weights, *(t.biases or (None,) * 3), f, beta, z, t.norm,
+        _parameter(t.a_log), _parameter(t.dt_bias), state, out, held, options.scale, options.lower_bound, options.beta_limit, eps,
+    )  # fmt: skip
+    if final is not None and held is not None and held is not final:
+        final.copy_(held)
+    return out
+
+
+def _aligned_states(x: Tensor) -> bool:
+    return _states_fine(x) and x.data_ptr() % 16 == 0

@@ -1,0 +1,557 @@
+"""The delta rule token by token: decoding, for KDA and Gated DeltaNet.
+
+For every sequence and value head, a state S [K, V] that is read, taken through the sequence's tokens and written:
+
+    q, k  <- q / |q|, k / |k|        where asked for;   d = exp(gate(g)) [K] or a number;   b = beta, or limit sigmoid(beta)
+    p, r  = (d k)^T S, (d q)^T S     [V]
+    delta = b (v - p)
+    o     = scale (r + (q . k) delta)
+    S     <- diag(d) S + k delta^T
+
+Neither sum over K needs delta, so a token takes one pass over the state, one reduction and one update. All arithmetic is fp32; states
+are rounded to their dtype only where they are written.
+
+Roles: a warp owns 16 columns of V of one head and keeps their K x 16 elements in registers, K / 2 a lane; warps share nothing, and a CTA is
+`warps` of them side by side. Lane = r * C + c holds, of every group of 4 (8) keys, those of row group r, and the columns of column group c:
+
+    states [K, V], fp32      C = 4, 8 row groups,    4 columns a lane; a load of the warp is 8 rows of 64 bytes
+    states [K, V], 16 bits   C = 2, 16 row groups,   8 columns a lane; 16 rows of 32 bytes
+    states [V, K]            C = 4, 8 row groups,    4 columns a lane, groups of 4 (16 bits: 8) keys; 4 rows of 128 bytes
+
+All accesses of states are 16 bytes a lane (but stores of states in another dtype than they were read in). p and r are summed over row
+groups so that lanes 0 to 15 end with p of a column each, lanes 16 to 31 with r: the former make delta, the latter o. d k, d q, k and d
+pass through shared memory, since every lane computes K / 32 of them and needs those of its row group: 4 K floats a warp (k and q alone
+where d is a number: 2 K).
+
+Timeline: slot | all loads of the state and of the first token | norms and gate | sums | reduction | update | stores; the next token's
+loads are issued before the sums. Nothing waits for another warp. There are enough warps in flight (16 a multiprocessor, with 8 KB of fp32
+state each) to keep the memory busy without any other pipeline.
+
+No sequence (a first slot below 0, or outside the pool): o is 0 and no state is written. Tokens after the last of packed sequences: o is 0.
+
+Constraints: K 64, 128 or 256; V a multiple of 16; states contiguous in their last two dimensions, q, k, g and dt_bias in their last, these
+at addresses that are multiples of K / 32 elements (at most 16 bytes), states at multiples of 16 bytes. A slot that one sequence of a
+launch writes must not be read by another.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ...tile.gate import Gate, sigmoid
+from ...tile.lanes import reduce_scatter, sum_lanes
+from ...tile.ptx import exp2, fma, load_shared, opaque, pack, rsqrt, store_shared, unpack
+from ...tile.uncached import load_half_if, load_if, load_uncached, store_uncached
+from ..config import DecodeConfig
+
+COLUMNS = 16
+"""Columns of V a warp."""
+WARPS = {64: (24, 16, 16), 128: (16, 12, 8), 256: (8, 8, 8)}
+"""Warps a multiprocessor by K: for single tokens, for more, for more with a state after each. A bound on registers, which the compiler
+would otherwise spend on shorter stalls, and none that makes it spill."""
+L2NORM_EPS = 1e-6
+TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
+
+
+def unpacked(dtype, words):
+    """The fp32 values of 32-bit words of `dtype`."""
+    if dtype is Float32:
+        return [w.bitcast(Float32) for w in words]
+    return [x for w in words for x in unpack(dtype, w)]
+
+
+def packed(dtype, values):
+    """The reverse of `unpacked`, rounded."""
+    if dtype is Float32:
+        return [x.bitcast(Uint32) for x in values]
+    return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+def load_one_if(dtype, address, valid):
+    """One number as a word, 0 where `valid` is 0."""
+    if dtype is Float32:
+        return load_if(address, 0, 1, valid)[0]
+    return load_half_if(address, valid)
+
+
+def one(dtype, word):
+    return unpacked(dtype, [word])[0]
+
+
+class DeltaDecode:
+    """The kernel for one `DecodeConfig`."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        c = self.config = config
+        if c.key_dim not in (64, 128, 256) or c.value_dim % COLUMNS:
+            raise ValueError(
+                f"`config`: got {c}; allowed: key_dim 64, 128 or 256 and value_dim a multiple of {COLUMNS}"
+            )
+        self.io, self.gate_type, self.beta_type = TYPES[c.dtype], TYPES[c.gate_dtype], TYPES[c.beta_dtype]
+        self.read_type, self.write_type = TYPES[c.state_dtype or c.final_dtype], TYPES[c.final_dtype]
+        run = 128 // self.read_type.width
+        self.columns = 4 if c.state_v_first else run
+        self.column_groups = COLUMNS // self.columns
+        self.row_groups = 32 // self.column_groups
+        self.group = run if c.state_v_first else 4
+        self.groups = c.key_dim // self.row_groups // self.group
+        self.own = c.key_dim // 32
+        self.masks = [m for m in (16, 8, 4, 2) if m >= self.column_groups]
+        self.vectors = 4 if c.per_key else 2
+        self.packed_sequences = bool(c.cu_seqlens)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        a_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        state: cute.Tensor | None,
+        indices: cute.Tensor | None,
+        accepted: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        out: cute.Tensor,
+        final: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_limit: Float32,
+        stream,
+    ):
+        """Launch: a warp for a sequence, value head and 16 columns of V."""
+        sequences = v.shape[0]
+        if const_expr(cu_seqlens is not None):
+            sequences = cu_seqlens.shape[0] - 1
+        blocks = sequences * v.shape[2] * self.blocks_a_head
+        by_heads = cute.fast_divmod_create_divisor_v2(v.shape[2])
+        by_ratio = cute.fast_divmod_create_divisor_v2(v.shape[2] // q.shape[2])
+        self.kernel(
+            q, k, v, g, beta, a_log, dt_bias, state, indices, accepted, cu_seqlens, out, final, scale, lower_bound, beta_limit,
+            by_heads, by_ratio,
+        ).launch(
+            grid=(blocks, 1, 1), block=(32 * self.config.warps, 1, 1), stream=stream,
+            min_blocks_per_mp=self.blocks_a_multiprocessor, preferred_smem_carveout=25,
+        )  # fmt: skip
+
+    @property
+    def blocks_a_multiprocessor(self) -> int:
+        kind = 0 if self.config.single else 2 if self.config.store in ("tokens", "each") else 1
+        return max(1, WARPS[self.config.key_dim][kind] // self.config.warps)
+
+    @property
+    def blocks_a_head(self) -> int:
+        return -(-self.config.value_dim // (COLUMNS * self.config.warps))
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        mA: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mS: cute.Tensor | None,
+        mIndices: cute.Tensor | None,
+        mAccepted: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mO: cute.Tensor,
+        mF: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_limit: Float32,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_ratio: cute.FastDivmodDivisorV2,
+    ):
+        block, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = tid // 32, tid % 32
+        smem = cutlass.memory.SmemAllocator()
+        sVectors = smem.allocate_tensor(
+            Float32, cute.make_layout((self.config.key_dim, self.vectors * self.config.warps)), 16
+        )
+        v0 = (block % self.blocks_a_head * self.config.warps + warp) * COLUMNS
+        unit = block // self.blocks_a_head
+        n = Int32(unit // by_heads)
+        head = unit - n * mV.shape[2]
+        if v0 < self.config.value_dim:
+            # b, t0: where the sequence's tokens begin in [B, T]; count: how many they are.
+            b, t0, count = n, Int32(0), Int32(1 if self.config.single else mV.shape[1])
+            if const_expr(mCu is not None):
+                # Whatever the bounds are, no token outside the tensors is touched.
+                b, t0 = Int32(0), cutlass.min(cutlass.max(Int32(mCu[n]), Int32(0)), count)
+                count = cutlass.max(cutlass.min(Int32(mCu[n + 1]), count) - t0, Int32(0))
+            tensors = (mQ, mK, mV, mG, mBeta, by_ratio)
+            vectors = Int32(sVectors.iterator.toint()) + warp * (self.vectors * self.config.key_dim * 4)
+            where = (b, t0, head, v0, lane)
+            slot = self.first_slot(mS, mIndices, mAccepted, n)
+            states = (mS, mIndices, mO, mF)
+            if const_expr(self.config.single):
+                self.token(tensors, states, (mA, mBias, lower_bound), where, n, slot, vectors, scale, beta_limit)
+            elif slot >= 0 and count > 0:
+                self.sequence(
+                    tensors, states, (mA, mBias, lower_bound), where, n, slot, count, vectors, scale, beta_limit
+                )  # fmt: skip
+            elif slot < 0:
+                self.clear(mO, mF, where, count)
+            elif const_expr(mIndices is None and self.config.store == "last"):
+                self.pass_through(mS, mF, where, n)
+            if const_expr(mCu is not None):  # noqa: SIM102
+                if n + 2 == mCu.shape[0]:
+                    self.clear(mO, mF, (b, t0 + count, head, v0, lane), Int32(mV.shape[1]) - t0 - count)
+
+    @cute.jit
+    def first_slot(self, mS, mIndices, mAccepted, n):
+        """The slot that a sequence starts from; -1 where there is no sequence."""
+        slot = n
+        if const_expr(mIndices is not None):
+            slot = Int32(-1)
+            if const_expr(self.config.per_token):
+                column = Int32(0)
+                if const_expr(mAccepted is not None):
+                    column = cutlass.max(cutlass.min(Int32(mAccepted[n]), Int32(mIndices.shape[1])) - 1, Int32(0))
+                index = mIndices[n, column]
+            else:
+                index = mIndices[n]
+            if index >= 0 and index < mS.shape[0]:
+                slot = Int32(index)
+        return slot
+
+    @cute.jit
+    def token_slot(self, mIndices, mF, n, t, count):
+        """The slot of a sequence's token t; -1 where it has none."""
+        slot = Int32(-1)
+        if t < count and t < mIndices.shape[1]:
+            index = mIndices[n, t]
+            if index >= 0 and index < mF.shape[0]:
+                slot = Int32(index)
+        return slot
+
+    @cute.jit
+    def token(self, tensors, states, gate, where, n, slot, vectors, scale, beta_limit):
+        """The one token of a sequence. Loads wait for no branch: without a sequence there is a state of zeros, of which nothing is made."""
+        b, t, head, v0, lane = where
+        mS, mIndices, mO, mF = states
+        r, c, column = lane // self.column_groups, lane % self.column_groups, self.column(lane)
+        own_slot = Int32(-1)
+        if const_expr(self.config.store == "tokens"):
+            own_slot = self.token_slot(mIndices, mF, n, Int32(0), Int32(1))
+        rS = self.first_state(mS, slot, head, v0, r, c, None if mIndices is None else Int32(slot >= 0))
+        rWords = self.first_token(tensors, (b, t, head), v0 + column, lane)
+        gates = self.gates(*gate, head, lane)
+        o = self.step(rS, self.prepared(rWords, gates, scale, beta_limit), vectors, lane, r, c)
+        if slot >= 0:
+            self.write_token(rS, mO, mF, o, own_slot, (b, t, head), v0, column, lane)
+            if const_expr(self.config.store == "last"):
+                self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
+        else:
+            self.clear(mO, mF, where, Int32(1))
+
+    def first_state(self, mS, slot, head, v0, r, c, valid=None):
+        """The state of a slot in registers; zeros where none are given, or `valid` is 0."""
+        rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
+        if mS is None:
+            rS.fill(0.0)
+        else:
+            self.load_state(rS, mS[slot, head, None, None].iterator.toint(), v0, r, c, valid)
+        return rS
+
+    @cute.jit
+    def sequence(self, tensors, states, gate, where, n, slot, count, vectors, scale, beta_limit):
+        """All tokens of one sequence, for one head and 16 columns."""
+        b, t0, head, v0, lane = where
+        mS, mIndices, mO, mF = states
+        r, c, column = lane // self.column_groups, lane % self.column_groups, self.column(lane)
+        next_slot = Int32(-1)
+        if const_expr(self.config.store == "tokens"):
+            next_slot = self.token_slot(mIndices, mF, n, Int32(0), count)
+        rS = self.first_state(mS, slot, head, v0, r, c)
+        rWords = self.first_token(tensors, (b, t0, head), v0 + column, lane)
+        gates = self.gates(*gate, head, lane)
+        for t in cutlass.range(count, unroll=1):
+            token = self.prepared(rWords, gates, scale, beta_limit)
+            this_slot = next_slot
+            # Addresses anew for every token: two dozen registers would hold them.
+            b_, head_, lane_ = opaque(b), opaque(head), opaque(lane)
+            self.load_token(rWords, tensors, (b_, t0 + t + 1, head_), v0 + column, lane_, Int32(t + 1 < count))
+            if const_expr(self.config.store == "tokens"):
+                next_slot = self.token_slot(mIndices, mF, n, t + 1, count)
+            o = self.step(rS, token, vectors, lane, r, c)
+            self.write_token(rS, mO, mF, o, this_slot, (b_, t0 + t, head_), v0, column, lane)
+        if const_expr(self.config.store == "last"):
+            self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
+
+    @cute.jit
+    def write_token(self, rS, mO, mF, o, slot, token, v0, column, lane):
+        """o of a token, and the state after it where every token's is wanted."""
+        b, t, head = token
+        r, c = lane // self.column_groups, lane % self.column_groups
+        if lane >= 16:
+            mO[b, t, head, v0 + column] = o.to(self.io)
+        if const_expr(self.config.store == "tokens"):  # noqa: SIM102
+            if slot >= 0:
+                self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
+        if const_expr(self.config.store == "each"):
+            self.store_state(rS, mF[b * mO.shape[1] + t, head, None, None].iterator.toint(), v0, r, c)
+
+    @cute.jit
+    def pass_through(self, mS, mF, where, n):
+        """The final state of a sequence without tokens is its first one; in a pool it is left alone."""
+        _, _, head, v0, lane = where
+        r, c = lane // self.column_groups, lane % self.column_groups
+        rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
+        rS.fill(0.0)
+        if const_expr(mS is not None):
+            self.load_state(rS, mS[n, head, None, None].iterator.toint(), v0, r, c)
+        self.store_state(rS, mF[n, head, None, None].iterator.toint(), v0, r, c)
+
+    @cute.jit
+    def clear(self, mO, mF, where, count):
+        """o = 0 for tokens of no sequence; so are the states after them where every token has one."""
+        b, t0, head, v0, lane = where
+        for t in cutlass.range(count, unroll=1):
+            if lane < COLUMNS:
+                mO[b, t0 + t, head, v0 + lane] = Float32(0.0).to(self.io)
+            if const_expr(self.config.store == "each"):
+                rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
+                rS.fill(0.0)
+                row = b * mO.shape[1] + t0 + t
+                r, c = lane // self.column_groups, lane % self.column_groups
+                self.store_state(rS, mF[row, head, None, None].iterator.toint(), v0, r, c)
+
+    def column(self, lane):
+        """Which column's sums end in a lane; see `reduce_scatter`."""
+        return lane % self.column_groups * self.columns + lane % 16 // self.column_groups
+
+    # ---- a token's inputs ------------------------------------------------------------------------------------------------------
+    def vector_words(self, dtype) -> int:
+        """Registers of this lane's part of a vector over K."""
+        return self.own * dtype.width // 32
+
+    def words(self) -> int:
+        return 2 * self.vector_words(self.io) + (self.vector_words(self.gate_type) if self.config.per_key else 1) + 2
+
+    def first_token(self, tensors, token, column, lane):
+        """The words of `load_token`, which is called after the state's loads: nothing then waits before those are issued."""
+        rWords = cute.make_rmem_tensor((self.words(),), Uint32)
+        self.load_token(rWords, tensors, token, column, lane, Int32(1))
+        return rWords
+
+    def load_token(self, rWords, tensors, token, column, lane, valid):
+        """Raw q, k, g, v, beta of token (b, t, head), in this order; zeros where `valid` is 0."""
+        mQ, mK, mV, mG, mBeta, by_ratio = tensors
+        b, t, head = token
+        at = 0
+        key_head = Int32(head // by_ratio)
+        sources = [(mQ[b, t, key_head, None], self.io), (mK[b, t, key_head, None], self.io)]
+        if self.config.per_key:
+            sources.append((mG[b, t, head, None], self.gate_type))
+        for row, dtype in sources:
+            n = self.vector_words(dtype)
+            address = row.iterator.toint() + lane * (4 * n)
+            for i in range(0, n, 4):
+                for word in load_if(address, 4 * i, min(n, 4), valid):
+                    rWords[at] = word
+                    at += 1
+        coordinates = [] if self.config.per_key else [(mG[b, t, None], head, self.gate_type)]
+        coordinates.append((mV[b, t, head, None], column, self.io))
+        if self.config.beta_per_value:
+            coordinates.append((mBeta[b, t, head, None], column, self.beta_type))
+        else:
+            coordinates.append((mBeta[b, t, None], head, self.beta_type))
+        for row, i, dtype in coordinates:
+            element = cute.domain_offset((i,), row)
+            rWords[at] = load_one_if(dtype, element.iterator.toint(), valid)
+            at += 1
+
+    def gates(self, mA, mBias, lower_bound, head, lane):
+        """The gate of every key that this lane prepares, or of the head."""
+        a_log = None if mA is None else Float32(mA[head])
+        if mBias is None:
+            return [Gate(self.config.gate, a_log, None, lower_bound)] * (self.own if self.config.per_key else 1)
+        if not self.config.per_key:
+            return [Gate(self.config.gate, a_log, Float32(mBias[head]), lower_bound)]
+        first = head * self.config.key_dim + lane * self.own
+        return [Gate(self.config.gate, a_log, Float32(mBias[first + i]), lower_bound) for i in range(self.own)]
+
+    def prepared(self, rWords, gates, scale, beta_limit):
+        """`combined` of the words of `load_token`."""
+        words = [rWords[i] for i in range(self.words())]
+        n = self.vector_words(self.io)
+        q, k = unpacked(self.io, words[:n]), unpacked(self.io, words[n : 2 * n])
+        raw = (
+            unpacked(self.gate_type, words[2 * n : -2]) if self.config.per_key else [one(self.gate_type, words[2 * n])]
+        )
+        v, beta = one(self.io, words[-2]), one(self.beta_type, words[-1])
+        return self.combined(q, k, v, raw, beta, gates, scale, beta_limit)
+
+    def combined(self, q, k, v, raw, beta, gates, scale, beta_limit):
+        """What `share` shares of this lane's keys, d where it is a number, v and beta of its column, and q . k; scale is in q."""
+        d = [exp2(gate.value(x) * gate.factor(Int32(1))) for gate, x in zip(gates, raw, strict=True)]
+        qk = sum_lanes(dot(q, k))
+        q_factor = scale
+        if self.config.l2norm:
+            q_factor = rsqrt(sum_lanes(dot(q, q)) + L2NORM_EPS) * scale
+            k_factor = rsqrt(sum_lanes(dot(k, k)) + L2NORM_EPS)
+            k = [x * k_factor for x in k]
+            qk = qk * k_factor
+        q = [x * q_factor for x in q]
+        if self.config.beta_sigmoid:
+            beta = sigmoid(beta) * beta_limit
+        qk = qk * q_factor
+        if not self.config.per_key:
+            return ((k, q), d[0], v, beta, qk)
+        products = [[x * y for x, y in zip(d, z, strict=True)] for z in (k, q)]
+        return ((*products, k, d), None, v, beta, qk)
+
+    def share(self, token, vectors, lane):
+        """Vectors over K to all lanes: d k, d q, k and d per key, else k and q."""
+        cute.arch.sync_warp()
+        for i, values in enumerate(token[0]):
+            address = vectors + i * (self.config.key_dim * 4) + lane * (self.own * 4)
+            for j in range(0, self.own, 4):
+                store_shared(address, 4 * j, values[j : j + 4])
+        cute.arch.sync_warp()
+
+    def shared_part(self, vectors, which, group, r):
+        """The keys of this lane's row group in one group of keys."""
+        address = vectors + r * (self.group * 4)
+        first = which * self.config.key_dim + group * self.row_groups * self.group
+        return [x for i in range(0, self.group, 4) for x in load_shared(address, 4 * (first + i), 4)]
+
+    # ---- the recurrence --------------------------------------------------------------------------------------------------------
+    def step(self, rS, token, vectors, lane, r, c):
+        """S through one token; returns o of this lane's column in lanes 16 to 31."""
+        self.share(token, vectors, lane)
+        _, d, v, beta, qk = token
+        columns = range(self.columns)
+        p, q_sum = [Float32(0.0)] * self.columns, [Float32(0.0)] * self.columns
+        for group in range(self.groups):
+            # p = (d k)^T S;  r = (d q)^T S
+            k, q = (self.shared_part(vectors, which, group, r) for which in (0, 1))
+            for i in range(self.group):
+                for m in columns:
+                    x = rS[group * self.group + i, m]
+                    p[m] = fma(k[i], x, p[m])
+                    q_sum[m] = fma(q[i], x, q_sum[m])
+        total = reduce_scatter(p + q_sum, self.masks, lane)
+        if not self.config.per_key:
+            total = total * d
+        # delta = b (v - p), right in lanes 0 to 15
+        delta = beta * (v - total)
+        # o = r + (q . k) delta
+        o = fma(qk, cute.arch.shuffle_sync(delta, lane % 16), total)
+        deltas = [cute.arch.shuffle_sync(delta, m * self.column_groups + c) for m in columns]
+        for group in range(self.groups):
+            # S = diag(d) S + k delta^T
+            k = self.shared_part(vectors, 2 if self.config.per_key else 0, group, r)
+            decay = self.shared_part(vectors, 3, group, r) if self.config.per_key else [d] * self.group
+            for i in range(self.group):
+                key = group * self.group + i
+                for m in columns:
+                    rS[key, m] = fma(k[i], deltas[m], rS[key, m] * decay[i])
+        return o
+
+    # ---- states ----------------------------------------------------------------------------------------------------------------
+    def runs(self):
+        """(offset in elements, elements [(key, column)]) of every contiguous part of this lane's elements, from its first one."""
+        c = self.config
+        keys = self.groups * self.group
+        if c.state_v_first:
+            for m in range(self.columns):
+                for group in range(self.groups):
+                    offset = m * c.key_dim + group * self.row_groups * self.group
+                    yield offset, [(group * self.group + i, m) for i in range(self.group)]
+        else:
+            for key in range(keys):
+                row = key // self.group * self.row_groups * self.group + key % self.group
+                yield row * c.value_dim, [(key, m) for m in range(self.columns)]
+
+    def first_element(self, v0, r, c):
+        """Where this lane's first element lies in a state."""
+        if self.config.state_v_first:
+            return (v0 + c * self.columns) * self.config.key_dim + r * self.group
+        return r * self.group * self.config.value_dim + v0 + c * self.columns
+
+    def load_state(self, rS, address, v0, r, c, valid=None):
+        size = self.read_type.width // 8
+        first = address + self.first_element(v0, r, c) * size
+        loaded = [load_uncached(first, offset * size, 4, valid) for offset, _ in self.runs()]
+        for (_, elements), words in zip(self.runs(), loaded, strict=True):
+            for (key, m), x in zip(elements, unpacked(self.read_type, words), strict=True):
+                rS[key, m] = x
+
+    def store_state(self, rS, address, v0, r, c):
+        size = self.write_type.width // 8
+        first = address + self.first_element(v0, r, c) * size
+        for offset, elements in self.runs():
+            words = packed(self.write_type, [rS[key, m] for key, m in elements])
+            for i in range(0, len(words), 4):
+                store_uncached(first, offset * size + 4 * i, words[i : i + 4])
+
+
+def dot(a, b):
+    """The sum of products of two lists."""
+    total = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = fma(x, y, total)
+    return total
+
+
+def compile(config: DecodeConfig):
+    """The launch function for `config`.
+
+    `(q, k, v, g, beta, a_log | None, dt_bias | None, state | None, indices | None, accepted | None, cu_seqlens | None, out, final | None,
+    scale, lower_bound, beta_limit)`: q, k [B, T, H, K]; v, out [B, T, HV, V]; g [B, T, HV, K] or [B, T, HV]; beta [B, T, HV] or
+    [B, T, HV, V]; a_log [HV] and dt_bias [HV * K] or [HV] in fp32; state the states read [slots, HV, K, V] or [slots, HV, V, K]; indices
+    [N] or [N, S]; accepted [N]; cu_seqlens [N + 1], then B = 1; final the states written, by slots, or with `store` "each" [B * T, ...].
+    """
+    c = config
+    batch, tokens, heads, value_heads, sequences, bounds, slots, slots_written, columns = (
+        cute.sym_int() for _ in range(9)
+    )
+
+    def tensor(dtype, *shape, last=None):
+        strides = (*(cute.sym_int64() for _ in shape[:-1]), cute.sym_int64() if last is None else last)
+        return make_fake_tensor(TYPES[dtype], shape, stride=strides, assumed_align=TYPES[dtype].width // 8)
+
+    def states(dtype, n):
+        rows, width = (c.value_dim, c.key_dim) if c.state_v_first else (c.key_dim, c.value_dim)
+        strides = (cute.sym_int64(), cute.sym_int64(), width, 1)
+        return make_fake_tensor(TYPES[dtype], (n, value_heads, rows, width), stride=strides, assumed_align=16)
+
+    keys = (batch, tokens, heads, c.key_dim)
+    values = (batch, tokens, value_heads, c.value_dim)
+    per_head = (batch, tokens, value_heads)
+    bias = cute.sym_int() if c.per_key else value_heads
+    indices = (sequences, columns) if c.per_token else (sequences,)
+    return cute.compile(
+        DeltaDecode(c),
+        tensor(c.dtype, *keys, last=1),
+        tensor(c.dtype, *keys, last=1),
+        tensor(c.dtype, *values),
+        tensor(c.gate_dtype, *per_head, c.key_dim, last=1) if c.per_key else tensor(c.gate_dtype, *per_head),
+        tensor(c.beta_dtype, *(values if c.beta_per_value else per_head)),
+        tensor("float32", value_heads) if c.a_log else None,
+        tensor("float32", bias, last=1) if c.dt_bias else None,
+        states(c.state_dtype, slots) if c.state_dtype else None,
+        tensor(c.indices, *indices) if c.indices else None,
+        tensor(c.accepted, sequences) if c.accepted else None,
+        tensor(c.cu_seqlens, bounds) if c.cu_seqlens else None,
+        tensor(c.dtype, *values, last=1),
+        states(c.final_dtype, slots_written) if c.store else None,
+        Float32(1.0),
+        Float32(0.0),
+        Float32(1.0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

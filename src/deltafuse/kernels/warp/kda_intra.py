@@ -1,0 +1,745 @@
+"""KDA backward, last kernel: from the gradients of a chunk's factors and scores to those of q, k, gate and beta.
+
+G is the inclusive cumulative sum of the gate's base-2 logarithms within the chunk of 64 tokens, s the scale; q and k here are
+those after the L2 norm, beta that after the sigmoid. Given dqg, dkd, dkg (of qg = s q 2^G, kd = -k 2^G, kg = k 2^(G_C - G)),
+dA of Aqk and dL of L, and dGi, what these factors and the chunk's decay give to dG:
+
+    Y_i = sum_{j <= i} dA_ij k_j 2^(G_i - G_j)          X_i = sum_{j < i} dL_ij k_j 2^(G_i - G_j)
+    Z_j = sum_{i >= j} s dA_ij q_i 2^(G_i - G_j) + sum_{i > j} beta_i dL_ij k_i 2^(G_i - G_j)
+
+    dq = s (2^G dqg + Y)                                dbeta = direct + sum_d k X
+    dk = 2^(G_C - G) dkg - 2^G dkd + beta X + Z         dG = dGi + s q Y + beta k X - k Z
+    dg_i = sum_{i' >= i} dG_i'                          dA_log = sum dG G ln 2 where the gate is linear in e^A (softplus)
+
+then the derivatives of gate, sigmoid and L2 norm: of x' = n x, n = 1 / sqrt(|x|^2 + epsilon), dx = n dx' - n^3 (x . dx') x.
+
+One CTA makes one chunk of one value head. Warp (b, c) owns rows 16b .. 16b + 15, "block b", of columns 64c .. 64c + 63:
+4 warps for K = 64, 8 for K = 128. Warp-level instructions only. The gate's side is in `kda_intra_gate`.
+
+Exponents. H is the cumulative sum within a block, t_b its last row. With S = 60 for bf16 and 0 for fp16, every block has one
+version of its operands:
+
+    rows  q_i, beta_i k_i  times 2^(H_i + S)            columns  k_j 2^(c_b - H_j - S)
+
+c_b = 0 where the block's H are within -120 .. 30 and the type is bf16: rows and columns of the block then meet directly. Else
+c_b = t_b, all factors are at most 1, and the own block is done by `own_blocks_exactly`. Between blocks, sums decay in the
+accumulators: after the products with a block they are multiplied by a vector over columns (`powers`).
+
+Registers. Lane 4 r + t has, of rows r and r + 8, columns 32 m + 8 t .. + 7 of the warp's 64, m = 0, 1: 16-byte vectors of
+global memory. Tile u of the products over 32 columns has columns 8 t + 2 u, + 1 as its 2 t, 2 t + 1, so that accumulators are
+these elements. Products and what follows are done for two tiles at a time ("group"). The gate goes the other way, a lane has
+2 columns of the block's 16 rows, and crosses over through shared memory: H on the way in, dG on the way out.
+
+Timeline (| is a barrier of the CTA)
+    dA and dL to shared memory, the other gradients to L2, behind the scenes; q, k, g, beta into registers; H; |x|^2 |
+    operands to shared memory; a thread a column: powers | by groups: products, dq, dk, dG; row sums | dq, dk, dbeta out;
+    dG summed over a block's rows | gate, dg out | sums over blocks for dt_bias, over warps for A_log
+
+Shared memory, bytes (K = 128: 114,464)
+    images     16,384  dA, dL
+    operands   49,152  q, k, beta k: [K / 64] panels each
+    H, dG      33,792  [64][K + 4] fp32
+    vectors    12,288  [24][K] fp32
+    rows        2,848  factors [5][64], sums [3][K / 64][64], sums of warps [8], fp32
+Two CTAs an SM: 128 registers a thread with K = 128.
+
+Constraints: K 64 or 128; rows of q, k, g, dq, dk, dg are 16-byte aligned with contiguous elements; rows of dfactors and dGi, and
+rows and columns of dscores, behind a sequence's end are zeros. H + 60 stays below 127 within a block, also of gates that grow.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from ...tile import blocks, panel
+from ...tile.fetch import copy_async, prefetch, wait_copies
+from ...tile.gate import sigmoid
+from ...tile.gate_gradient import sigmoid_slope
+from ...tile.lanes import sum_lanes
+from ...tile.levels import meeting_factors, only_level
+from ...tile.matrices import load_transposed
+from ...tile.mma import mma_16bit
+from ...tile.ptx import (
+    as_float,
+    asm,
+    exp2,
+    fma,
+    load_global,
+    load_global_half,
+    load_shared,
+    pack,
+    rsqrt,
+    select,
+    store_global,
+    store_shared,
+    store_shared_if,
+    unpack,
+)
+from ...tile.sequence import chunk_of_slot
+from ...tile.uncached import load_uncached
+from ..config import CHUNK, IntraConfig
+from .kda_intra_gate import (
+    AFTER,
+    BEFORE,
+    COLUMN,
+    DTYPES,
+    LAST,
+    LATER,
+    LINK,
+    TOTAL,
+    GateSide,
+)
+
+EPSILON = 1e-6
+"""Of the L2 norm."""
+BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
+"""Factors of rows in shared memory."""
+OF_Q, OF_K, OF_BETA = range(3)
+"""Operands (the last is beta k), and sums over a row's columns: q . dq, k . dk, k . X."""
+EXACT_Y, EXACT_X, EXACT_Z, EXACT_G = range(4)
+"""What the exact way gives."""
+
+
+class KdaIntra(GateSide):
+    """The kernel for one `IntraConfig`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        a_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        dfactors: cute.Tensor,
+        dscores: cute.Tensor,
+        dgi: cute.Tensor,
+        direct: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dg: cute.Tensor,
+        dbeta: cute.Tensor,
+        da_log: cute.Tensor | None,
+        ddt_bias: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_limit: Float32,
+        stream,
+    ):
+        """Launch: one CTA for a slot and value head."""
+        slots, value_heads, batches = dfactors.shape[0], dfactors.shape[1], q.shape[0]
+        divisors = tuple(
+            cute.fast_divmod_create_divisor_v2(n) for n in (value_heads, slots // batches, value_heads // q.shape[2])
+        )
+        # The carveout is given, for without it the DSL asks a driver while it compiles.
+        self.kernel(
+            q, k, g, beta, a_log, dt_bias, cu_seqlens, dfactors, dscores, dgi, direct, dq, dk, dg, dbeta, da_log, ddt_bias, scale,
+            lower_bound, beta_limit, *divisors,
+        ).launch(
+            grid=(slots * value_heads, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mDfactors: cute.Tensor,
+        mDscores: cute.Tensor,
+        mDgi: cute.Tensor,
+        mDirect: cute.Tensor,
+        mDq: cute.Tensor,
+        mDk: cute.Tensor,
+        mDg: cute.Tensor,
+        mDbeta: cute.Tensor,
+        mDalog: cute.Tensor | None,
+        mDbias: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_limit: Float32,
+        by_head: cute.FastDivmodDivisorV2,
+        by_chunks: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
+    ):
+        smem = cutlass.memory.SmemAllocator()
+        sAll = smem.allocate(self.shared_bytes, 1024).toint()
+        index, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        value_heads = mDfactors.shape[1]
+        slot, head = divmod(index, by_head)
+        if const_expr(mCu is not None):
+            # No number: a branch turns constants that it finds in x into values of its own.
+            batch = None
+            first, rows = chunk_of_slot(mCu, slot)
+        else:
+            batch, chunk = divmod(slot, by_chunks)
+            first = chunk * CHUNK
+            rows = cutlass.min(mQ.shape[1] - first, CHUNK)
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        x = SimpleNamespace(
+            sAll=sAll, batch=batch, first=first, rows=rows, head=head, slot=slot, tid=tid, lane=tid % 32,
+            block=warp % 4, half=warp // 4, unit=Int64(slot) * value_heads + head, key_head=head // by_group,
+            scale=scale, lower_bound=lower_bound, beta_limit=beta_limit,
+        )  # fmt: skip
+        if rows > 0:
+            self.chunk(
+                x, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
+            )  # fmt: skip
+        elif tid < self.K:
+            self.no_chunk(x, mDalog, mDbias)
+
+    @cute.jit
+    def no_chunk(self, x, mDalog, mDbias):
+        """The slot is nobody's: its partial sums are zeros."""
+        if const_expr(mDalog is not None):  # noqa: SIM102
+            if x.tid == 0:
+                mDalog[x.slot, x.head] = Float32(0.0)
+        if const_expr(mDbias is not None):
+            mDbias[x.slot, x.head, x.tid] = Float32(0.0)
+
+    @cute.jit
+    def chunk(
+        self, x, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
+    ):  # fmt: skip
+        self.fetch(x, mDfactors, mDscores, mDgi)
+        self.places(x)
+        x.aQ, x.aK = (self.row_addresses(m, x, x.key_head, 2) for m in (mQ, mK))
+        raw = self.load_gate(x, mG)
+        words_q, words_k = (self.load_rows(a) for a in (x.aQ, x.aK))
+        self.load_beta(x, mBeta)
+        x.fits = self.sum_gate(x, raw, mALog, mBias)
+        if const_expr(self.config.l2norm):
+            for operand, words in ((OF_Q, words_q), (OF_K, words_k)):
+                self.put_squares(x, operand, words)
+        cute.arch.sync_threads()
+
+        if x.tid < self.K:
+            self.powers(x)
+        scalars = self.row_scalars(x)
+        for c in cutlass.range_constexpr(4):
+            self.share_operands(x, words_q, words_k, scalars, c)
+        wait_copies()
+        cute.arch.sync_threads()
+
+        inner = (x.mine * self.K + x.column) * 2
+        x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
+        x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
+        # dq / s and dk [row][column], still of the normed q and k; sums over columns [kind][row]; the sum for A_log.
+        x.rDq, x.rDk = (cute.make_rmem_tensor((2, 16), Float32) for _ in range(2))
+        x.rSums, x.rALog = cute.make_rmem_tensor((3, 2), Float32), cute.make_rmem_tensor((1,), Float32)
+        x.rSums.fill(0.0)
+        x.rALog.fill(0.0)
+        # [kind][row][column]. Indexed by a variable, it lies in local memory: blocks that fit have no use for it.
+        x.rExact = cute.make_rmem_tensor((4, 2, 16), Float32)
+        if not x.fits:
+            self.own_blocks_exactly(x)
+        for c in cutlass.range_constexpr(4):
+            self.columns(x, c)
+        self.put_sums(x)
+        cute.arch.sync_threads()
+
+        self.write_rows(x, mDq, x.rDq, x.aQ, OF_Q, NORM_Q, SCALE_Q)
+        self.write_rows(x, mDk, x.rDk, x.aK, OF_K, NORM_K, NORM_K)
+        if x.tid < CHUNK:
+            self.write_beta(x, mBeta, mDirect, mDbeta)
+        sums = self.sum_columns(x, mDalog)
+        cute.arch.sync_threads()
+
+        self.write_gate(x, sums, mG, mDg, mALog, mBias)
+        if const_expr(mDalog is not None or mDbias is not None):
+            cute.arch.sync_threads()
+            if x.tid < self.K:
+                self.write_partials(x, mDalog, mDbias)
+
+    # ---- where things are ----------------------------------------------------------------------------------------------------------
+    def places(self, x):
+        """Addresses in shared memory of this lane's elements: by rows (r, r + 8 and 8 columns) and by columns (2 of them, 16 rows)."""
+        x.r, x.t = x.lane // 4, x.lane % 4
+        x.mine = 16 * x.block + x.r
+        x.column, x.gate_column = 64 * x.half + 8 * x.t, 64 * x.half + 2 * x.lane
+        by_rows, by_columns = x.column * 4, x.gate_column * 4
+        x.sH = x.sAll + self.at_h + x.mine * self.h_row + by_rows
+        x.sBlockH = x.sAll + self.at_h + 16 * x.block * self.h_row + by_rows
+        x.sGate = x.sAll + self.at_h + 16 * x.block * self.h_row + by_columns
+        x.sVectors = x.sAll + self.at_vectors + by_rows
+        x.sOwn = x.sVectors + x.block * self.vector
+        x.sOwnGate = x.sAll + self.at_vectors + x.block * self.vector + by_columns
+        x.sRows = x.sAll + self.at_beta + x.mine * 4
+        # Of the images: blocks and transposed blocks of the block's rows or columns. Of the operands: B operands, and this lane's elements.
+        x.sBlocks = blocks.block_address(x.sAll, x.lane) + x.block * blocks.ROWS
+        x.sTransposed = blocks.transposed_address(x.sAll, x.lane) ^ (32 * x.block)
+        sOperands = x.sAll + self.at_operands + x.half * panel.BYTES
+        x.sColumns = blocks.block_address(sOperands, x.lane)
+        x.sMine = sOperands + panel.vector_offset(x.mine, 0) + 4 * x.t
+
+    def row_addresses(self, mX, x, head, size):
+        """Of this lane's first column in its two rows; behind the end, in the last row."""
+        return [
+            self.row_address(mX, x, cutlass.min(x.mine + 8 * h, x.rows - 1), x.column, head, size) for h in range(2)
+        ]
+
+    def at_group(self, c, size):
+        """Offset of this lane's 4 columns of group c."""
+        return (32 * (c // 2) + 4 * (c % 2)) * size
+
+    def vector_of(self, address, row, c):
+        """This lane's columns of a row of the table of vectors."""
+        return load_shared(address + row * self.vector + self.at_group(c, 4), 0, 4)
+
+    def sums_of_gate(self, x, h, c):
+        """H in row r + 8 h."""
+        return load_shared(x.sH + (8 * h * self.h_row + self.at_group(c, 4)), 0, 4)
+
+    def scalars_of(self, x, which):
+        """Of rows r, r + 8."""
+        return [load_shared(x.sRows, which * (CHUNK * 4) + 32 * h, 1)[0] for h in range(2)]
+
+    def numbers(self, words):
+        """The numbers in words of the io type."""
+        return [f for w in words for f in unpack(self.dtype, w)]
+
+    def packed(self, f):
+        return [pack(self.dtype, f[i], f[i + 1]) for i in range(0, len(f), 2)]
+
+    # ---- loads ---------------------------------------------------------------------------------------------------------------------
+    @cute.jit
+    def fetch(self, x, mDfactors, mDscores, mDgi):
+        """dA and dL on their way to shared memory, dqg, dkd, dkg and dGi to L2."""
+        scores = mDscores.iterator.toint() + x.unit * (2 * panel.BYTES) + Int64(x.tid * 16)
+        for i in cutlass.range_constexpr(2 * panel.BYTES // (16 * self.threads)):
+            copy_async(x.sAll + x.tid * 16, scores, i * 16 * self.threads)
+        factors = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(x.tid * 128)
+        prefetch(factors)
+        if x.tid < self.threads // 2:
+            prefetch(factors + self.threads * 128)
+        prefetch(mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(x.tid * 128))
+
+    def load_rows(self, addresses):
+        """This lane's words of q or k: [m][row r, row r + 8][4]."""
+        return [[load_global(a, 64 * m, 4) for a in addresses] for m in range(2)]
+
+    def load_group(self, address, c):
+        """This lane's numbers in a row of q or k."""
+        return self.numbers(load_global(address + Int64(self.at_group(c, 2)), 0, 2))
+
+    def load_gradient(self, x, which, h, c):
+        """This lane's numbers of dqg, dkd or dkg in row r + 8 h."""
+        offset = which * (CHUNK * self.K * 2) + h * (8 * self.K * 2) + self.at_group(c, 2)
+        return self.numbers(load_uncached(x.aD + Int64(offset), 0, 2))
+
+    def raw_beta(self, x, mBeta):
+        """Row `tid`, behind the end the last one; to be called with tid < 64."""
+        row = cutlass.min(x.tid, x.rows - 1)
+        address = self.row_address(mBeta, x, row, 0, x.head, self.beta_dtype.width // 8)
+        if self.beta_dtype is Float32:
+            return load_global(address, 0, 1, Float32)[0]
+        return unpack(self.beta_dtype, load_global_half(address))[0]
+
+    @cute.jit
+    def load_beta(self, x, mBeta):
+        """beta of the 64 rows, as it enters L, to shared memory; 0 behind the end."""
+        if x.tid < CHUNK:
+            beta = self.raw_beta(x, mBeta)
+            if const_expr(self.config.beta_sigmoid):
+                beta = sigmoid(beta) * x.beta_limit
+            store_shared(x.sAll + self.at_beta + x.tid * 4, 0, [select(x.tid < x.rows, beta, 0.0)])
+
+    # ---- gate ----------------------------------------------------------------------------------------------------------------------
+    def powers(self, x):
+        """Vectors over columns for every block, a thread a column. Rows of the table:
+
+        TOTAL   t_b                               COLUMN  c_b - S
+        LAST    2^(t_b - c_b)                     Y, X: after the last block before the own one; Z: before the own block
+        LINK    2^(t_b - c_b + c_(b+1))           Y, X: after earlier blocks; b = 0, 1
+        LATER   2^(t_b)                           Z: after the products with block b + 1; b = 1, 2
+        BEFORE  2^(t before b - S)                times a row's 2^(H + S): 2^G
+        AFTER   2^(t_b - c_b + S + t after b)     times a column's 2^(c_b - H - S): 2^(G_C - G)
+        """
+        sV = x.sAll + self.at_vectors + x.tid * 4
+        t = [load_shared(sV, (TOTAL + b) * self.vector, 1)[0] for b in range(4)]
+        c = [load_shared(sV, (COLUMN + b) * self.vector, 1)[0] for b in range(4)]
+        before = [Float32(-self.shift)]
+        for b in range(3):
+            before.append(before[b] + t[b])
+        after = [Float32(0.0)]
+        for b in (3, 2, 1):
+            after.insert(0, after[0] + t[b])
+        rest = [t[b] - c[b] - self.shift for b in range(4)]
+        table = {
+            LAST: rest,
+            LINK: [rest[b] + c[b + 1] + self.shift for b in range(2)],
+            LATER: [t[1], t[2]],
+            BEFORE: before,
+            AFTER: [a + b + self.shift for a, b in zip(rest, after, strict=True)],
+        }
+        for row, values in table.items():
+            for i, f in enumerate(values):
+                store_shared(sV, (row + i) * self.vector, [exp2(f)])
+
+    # ---- operands ------------------------------------------------------------------------------------------------------------------
+    def row_scalars(self, x):
+        """Factors of rows r, r + 8, kept in shared memory by the first half's warps; zeros behind the end."""
+        valid = [x.mine + 8 * h < x.rows for h in range(2)]
+        norms = [[Float32(1.0)] * 2] * 2
+        if self.config.l2norm:
+            norms = [[rsqrt(s + EPSILON) for s in self.get_row_sums(x, operand)] for operand in (OF_Q, OF_K)]
+        norm_q, norm_k = ([select(v, n, 0.0) for v, n in zip(valid, norm, strict=True)] for norm in norms)
+        beta = self.scalars_of(x, BETA)
+        table = {
+            NORM_Q: norm_q,
+            NORM_K: norm_k,
+            SCALE_Q: [x.scale * n for n in norm_q],
+            BETA_K: [b * n for b, n in zip(beta, norm_k, strict=True)],
+        }
+        first = Int32((x.t == 0) & (x.half == 0))
+        for which, values in table.items():
+            for h in range(2):
+                store_shared_if(x.sRows, which * (CHUNK * 4) + 32 * h, [values[h]], first)
+        return table
+
+    def share_operands(self, x, words_q, words_k, scalars, c):
+        """Group c of q 2^(H + S), k 2^(c_b - H - S) and beta k 2^(H + S) to their panels, each tile's columns a vector."""
+        column = self.vector_of(x.sOwn, COLUMN, c)
+        for h in range(2):
+            H = self.sums_of_gate(x, h, c)
+            up = [exp2(a + self.shift) for a in H]
+            q, k = (self.numbers(w[c // 2][h][2 * (c % 2) : 2 * (c % 2) + 2]) for w in (words_q, words_k))
+            operands = {
+                OF_Q: [a * b * scalars[SCALE_Q][h] for a, b in zip(q, up, strict=True)],
+                OF_K: [a * scalars[NORM_K][h] * exp2(b - d) for a, b, d in zip(k, column, H, strict=True)],
+                OF_BETA: [a * b * scalars[BETA_K][h] for a, b in zip(k, up, strict=True)],
+            }
+            for operand, values in operands.items():
+                for u, word in enumerate(self.packed(values)):
+                    to = x.sMine ^ (16 * (2 * c + u))
+                    store_shared(to, operand * self.operand_bytes + 8 * h * panel.ROW, [word])
+
+    # ---- products ------------------------------------------------------------------------------------------------------------------
+    def columns(self, x, c):
+        """Group c, of which a lane has 4 consecutive columns: dq, dk, sums over rows, and dG to shared memory.
+
+        A pair i >= j adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
+        cancel in the sum over rows.
+        """
+        rY, rX, rG = (cute.make_rmem_tensor((2, 4), Float32) for _ in range(3))
+        self.earlier_blocks(x, rY, rX, c)
+        up = []
+        for h in range(2):
+            q, k = (self.own_operand(x, operand, h, c) for operand in (OF_Q, OF_BETA))
+            up.append([exp2(a + self.shift) for a in self.sums_of_gate(x, h, c)])
+            for e in range(4):
+                rG[h, e] = fma(k[e], rX[h, e], q[e] * rY[h, e])
+                rY[h, e] = rY[h, e] * up[h][e]
+                rX[h, e] = rX[h, e] * up[h][e]
+        self.add_exact(x, (rY, rX, rG), (EXACT_Y, EXACT_X, EXACT_G), c)
+        before = self.vector_of(x.sOwn, BEFORE, c)
+        beta, keys = self.scalars_of(x, BETA), []
+        for h in range(2):
+            q, k = (self.load_group(a[h], c) for a in (x.aQ, x.aK))
+            keys.append(k)
+            dqg, dkd = (self.load_gradient(x, i, h, c) for i in range(2))
+            for e in range(4):
+                power = up[h][e] * before[e]
+                dq = fma(dqg[e], power, rY[h, e])
+                x.rDq[h, 4 * c + e] = dq
+                x.rDk[h, 4 * c + e] = fma(-dkd[e], power, beta[h] * rX[h, e])
+                x.rSums[OF_Q, h] = fma(q[e], dq, x.rSums[OF_Q, h])
+                x.rSums[OF_BETA, h] = fma(k[e], rX[h, e], x.rSums[OF_BETA, h])
+        self.later_rows(x, rG, keys, c)
+
+    def later_rows(self, x, rG, keys, c):
+        """Z and dkg: completes dk and dG."""
+        rZ = cute.make_rmem_tensor((2, 4), Float32)
+        self.later_blocks(x, rZ, c)
+        column = self.vector_of(x.sOwn, COLUMN, c)
+        H, down = [], []
+        for h in range(2):
+            k = self.own_operand(x, OF_K, h, c)
+            H.append(self.sums_of_gate(x, h, c))
+            down.append([exp2(a - b) for a, b in zip(column, H[h], strict=True)])
+            for e in range(4):
+                rG[h, e] = fma(-k[e], rZ[h, e], rG[h, e])
+                rZ[h, e] = rZ[h, e] * down[h][e]
+        self.add_exact(x, (rZ,), (EXACT_Z,), c)
+        after = self.vector_of(x.sOwn, AFTER, c)
+        for h in range(2):
+            dkg = self.load_gradient(x, 2, h, c)
+            dgi = load_uncached(x.aGi + Int64(h * (8 * self.K * 4) + self.at_group(c, 4)), 0, 4)
+            dG = [rG[h, e] + as_float(dgi[e]) for e in range(4)]
+            for e in range(4):
+                dk = x.rDk[h, 4 * c + e] + fma(dkg[e], down[h][e] * after[e], rZ[h, e])
+                x.rDk[h, 4 * c + e] = dk
+                x.rSums[OF_K, h] = fma(keys[h][e], dk, x.rSums[OF_K, h])
+                if self.config.a_log and self.config.gate == "softplus":
+                    x.rALog[0] = fma(dG[e], H[h][e], x.rALog[0])
+            store_shared(x.sH + (8 * h * self.h_row + self.at_group(c, 4)), 0, dG)
+
+    @cute.jit
+    def add_exact(self, x, tensors, kinds, c):
+        """The own block's part where it did not fit."""
+        if not x.fits:
+            for r, kind in zip(tensors, kinds, strict=True):
+                for h in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(4):
+                        r[h, e] = r[h, e] + x.rExact[kind, h, 4 * c + e]
+
+    def own_operand(self, x, operand, h, c):
+        """This lane's numbers of an operand, as they were rounded, in row r + 8 h."""
+        places = [x.sMine ^ (16 * (2 * c + u)) for u in range(2)]
+        offset = operand * self.operand_bytes + 8 * h * panel.ROW
+        return self.numbers([load_shared(p, offset, 1, Uint32)[0] for p in places])
+
+    def add_products(self, x, pairs, operand, p, c):
+        """Each (sums, A) of `pairs`: sums += A times rows 16p .. + 15 of an operand."""
+        b = load_transposed((x.sColumns ^ (32 * c)) + p * blocks.ROWS + operand * self.operand_bytes)
+        for sums, a in pairs:
+            for u in range(2):
+                places = [(0, 2 * u), (0, 2 * u + 1), (1, 2 * u), (1, 2 * u + 1)]
+                product = mma_16bit(self.dtype, a, b[2 * u : 2 * u + 2], [sums[place] for place in places])
+                for place, f in zip(places, product, strict=True):
+                    sums[place] = f
+
+    def decay(self, x, tensors, row, c):
+        """Multiply by a row of the table of vectors."""
+        f = self.vector_of(x.sVectors, row, c)
+        for r in tensors:
+            for h in range(2):
+                for e in range(4):
+                    r[h, e] = r[h, e] * f[e]
+
+    @cute.jit
+    def earlier_blocks(self, x, rY, rX, c):
+        """Y and X but for the rows' factors, from the blocks before and, where it fits, the own one."""
+        rY.fill(0.0)
+        rX.fill(0.0)
+        for p in cutlass.range(x.block, unroll=1):
+            self.earlier_block(x, rY, rX, p, c)
+            self.decay(x, (rY, rX), LAST + p + (LINK - LAST) * Int32(p + 1 < x.block), c)
+        if x.fits:
+            self.earlier_block(x, rY, rX, x.block, c)
+
+    def earlier_block(self, x, rY, rX, p, c):
+        da = blocks.load_block(x.sBlocks ^ (32 * p))
+        dl = blocks.load_block((x.sBlocks ^ (32 * p)) + panel.BYTES)
+        self.add_products(x, ((rY, da), (rX, dl)), OF_K, p, c)
+
+    @cute.jit
+    def later_blocks(self, x, rZ, c):
+        """Z but for the columns' factors, from the blocks behind and, where it fits, the own one."""
+        rZ.fill(0.0)
+        for n in cutlass.range(3 - x.block, unroll=1):
+            p = 3 - n
+            self.later_block(x, rZ, p, c)
+            row = LATER + p - 2
+            if p - 1 == x.block:
+                row = LAST + x.block
+            self.decay(x, (rZ,), row, c)
+        if x.fits:
+            self.later_block(x, rZ, x.block, c)
+
+    def later_block(self, x, rZ, p, c):
+        da = load_transposed(x.sTransposed + p * blocks.ROWS)
+        dl = load_transposed(x.sTransposed + p * blocks.ROWS + panel.BYTES)
+        self.add_products(x, ((rZ, da),), OF_Q, p, c)
+        self.add_products(x, ((rZ, dl),), OF_BETA, p, c)
+
+    # ---- own block, the exact way --------------------------------------------------------------------------------------------------
+    @cute.jit
+    def own_blocks_exactly(self, x):
+        """The own block's part of Y, X, Z and dG, group by group and level by level (see `tile.levels`)."""
+        for c in cutlass.range(4, unroll=1):
+            sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(4)]
+            for r in sums:
+                r.fill(0.0)
+            self.same_rows(x, sums, c)
+            for n in cutlass.range(4, unroll=1):
+                self.level(x, sums, 3 - n, c)
+            for kind, r in enumerate(sums):
+                for h in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(4):
+                        x.rExact[kind, h, 4 * c + e] = r[h, e]
+
+    def same_rows(self, x, sums, c):
+        """The pairs i = j, which cancel in dG."""
+        for which, address, kind in ((NORM_K, x.aK, EXACT_Y), (SCALE_Q, x.aQ, EXACT_Z)):
+            factors = self.scalars_of(x, which)
+            for h in range(2):
+                own = self.diagonal(x, h) * factors[h]
+                for e, f in enumerate(self.load_group(address[h], c)):
+                    sums[kind][h, e] = own * f
+
+    def level(self, x, sums, level, c):
+        """One level's pairs."""
+        rY, rX, rZ, rG = (sums[kind] for kind in (EXACT_Y, EXACT_X, EXACT_Z, EXACT_G))
+        f, q, k, beta_k = self.level_operands(x, level, c)
+        rows = [blocks.load_block((x.sBlocks ^ (32 * x.block)) + i * panel.BYTES) for i in range(2)]
+        columns = [load_transposed(x.sTransposed + x.block * blocks.ROWS + i * panel.BYTES) for i in range(2)]
+        rows = [only_level(a, level, False, x.lane) for a in rows]
+        columns = [only_level(a, level, True, x.lane) for a in columns]
+        zero = [Float32(0.0)] * 4
+        for u in range(2):
+            of_q, of_k, of_beta = ([blocks.transpose(w[h][u]) for h in range(2)] for w in (q, k, beta_k))
+            y, z = mma_16bit(self.dtype, rows[0], of_k, zero), mma_16bit(self.dtype, rows[1], of_k, zero)
+            self.add_scaled(rY, y, f, u)
+            self.add_scaled(rX, z, f, u)
+            self.add_scaled(rG, y, [self.numbers(w) for w in q], u)
+            self.add_scaled(rG, z, [self.numbers(w) for w in beta_k], u)
+            z = mma_16bit(self.dtype, columns[1], of_beta, mma_16bit(self.dtype, columns[0], of_q, zero))
+            self.add_scaled(rZ, z, f, u)
+            self.add_scaled(rG, z, [[-a for a in self.numbers(w)] for w in k], u)
+
+    def level_operands(self, x, level, c):
+        """2^|H - H_ref|; with it, words of s q, k and beta k of rows r, r + 8."""
+        f = [meeting_factors(x.sBlockH + self.at_group(c, 4), self.h_row, x.r + 8 * h, level, 1) for h in range(2)]
+        q, k = ([self.load_group(a, c) for a in addresses] for addresses in (x.aQ, x.aK))
+        sources = ((y, self.scalars_of(x, which)) for y, which in ((q, SCALE_Q), (k, NORM_K), (k, BETA_K)))
+        return f, *(
+            [self.packed([a * s[h] * b for a, b in zip(y[h], f[h], strict=True)]) for h in range(2)] for y, s in sources
+        )
+
+    def add_scaled(self, sums, z, f, u):
+        for i in range(4):
+            h, e = i // 2, 2 * u + i % 2
+            sums[h, e] = fma(z[i], f[h][e], sums[h, e])
+
+    def diagonal(self, x, h):
+        """dA_ii of row r + 8 h of the block."""
+        row, column = x.mine + 8 * h, x.r
+        at = x.sAll + panel.vector_offset(row, 2 * x.block + h) + column * 2
+        word = asm("{\n.reg .b16 h;\nld.shared.b16 h, [$1];\ncvt.u32.u16 $0, h;\n}", [Uint32], [Int32(at)])
+        return unpack(self.dtype, word)[0]
+
+    # ---- sums over rows ------------------------------------------------------------------------------------------------------------
+    def put_squares(self, x, operand, words):
+        """|x|^2 over the warp's columns: the diagonal of x x^T, of which lane (r, r / 2) has elements of rows r, r + 8."""
+        own = [[Float32(0.0)] * 4 for _ in range(2)]
+        for rows in words:
+            for s in (0, 2):
+                a = (rows[0][s], rows[1][s], rows[0][s + 1], rows[1][s + 1])
+                own = [mma_16bit(self.dtype, a, rows[h][s : s + 2], own[h]) for h in range(2)]
+        squares = [select(x.r % 2, own[h][2 * h + 1], own[h][2 * h]) for h in range(2)]
+        self.put_row_sums(x, operand, squares, x.t == x.r // 2)
+
+    def put_row_sums(self, x, which, sums, holder):
+        """Of the warp's columns, for rows r, r + 8, by the lane of the row that is the holder."""
+        at = x.sAll + self.at_sums + (x.half * CHUNK + x.mine) * 4
+        for h in range(2):
+            store_shared_if(at, which * (self.halves * CHUNK * 4) + 32 * h, [sums[h]], Int32(holder))
+
+    def get_row_sums(self, x, which):
+        """Of all columns."""
+        at = x.sAll + self.at_sums + x.mine * 4
+        parts = [
+            [load_shared(at, (which * self.halves + c) * CHUNK * 4 + 32 * h, 1)[0] for c in range(self.halves)]
+            for h in range(2)
+        ]
+        return [p[0] if self.halves == 1 else p[0] + p[1] for p in parts]
+
+    def put_sums(self, x):
+        """The warp's row sums to shared memory."""
+        for which in range(3):
+            factor = self.scalars_of(x, NORM_K) if which == OF_BETA else [1.0, 1.0]
+            self.put_row_sums(x, which, [sum_lanes(x.rSums[which, h] * factor[h], (1, 2)) for h in range(2)], x.t == 0)
+
+    # ---- results -------------------------------------------------------------------------------------------------------------------
+    @cute.jit
+    def write_rows(self, x, mOut, rD, addresses, which, norm, factor):
+        """dq or dk: factor (d - norm^2 (x . d) x), x the raw rows."""
+        size = const_expr(4 if self.config.grouped else 2)
+        to = self.row_addresses(mOut, x, x.head, size)
+        sums, norm, factor = self.get_row_sums(x, which), self.scalars_of(x, norm), self.scalars_of(x, factor)
+        for m in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(2):
+                d = [rD[h, 8 * m + e] * factor[h] for e in range(8)]
+                if const_expr(self.config.l2norm):
+                    back = -(factor[h] * norm[h]) * (norm[h] * sums[h])
+                    words = load_global(addresses[h], 64 * m, 4)
+                    d = [fma(back, f, g) for f, g in zip(self.numbers(words), d, strict=True)]
+                if x.mine + 8 * h < x.rows:
+                    if const_expr(self.config.grouped):
+                        store_global(to[h], 128 * m, d[:4])
+                        store_global(to[h], 128 * m + 16, d[4:])
+                    else:
+                        store_global(to[h], 64 * m, self.packed(d))
+
+    @cute.jit
+    def write_beta(self, x, mBeta, mDirect, mDbeta):
+        """dbeta of row `tid` < 64."""
+        if x.tid < x.rows:
+            d = load_global(mDirect.iterator.toint() + (x.unit * CHUNK + x.tid) * 4, 0, 1, Float32)[0]
+            sums = x.sAll + self.at_sums + OF_BETA * self.halves * CHUNK * 4 + x.tid * 4
+            for c in cutlass.range_constexpr(self.halves):
+                d = d + load_shared(sums, c * CHUNK * 4, 1)[0]
+            if const_expr(self.config.beta_sigmoid):
+                d = d * x.beta_limit * sigmoid_slope(self.raw_beta(x, mBeta))
+            mDbeta[self.batch(x), x.first + x.tid, x.head] = d.to(self.beta_dtype)
+
+
+def compile(config: IntraConfig):
+    """The launch function for `config`:
+
+    `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, dfactors, dscores, dgi, direct, dq, dk, dg, dbeta,
+    da_log | None, ddt_bias | None, scale, lower_bound, beta_limit)`, None where the config does not have them.
+
+    Inputs as for `kda_prepare`, and contiguous: dfactors [slots, HV, 3, 64, K] (dqg, dkd, dkg), dscores [slots, HV, 2, 64, 64]
+    (images of dA and dL), dgi fp32 [slots, HV, 64, K] and direct fp32 [slots, HV, 64] (the parts of dG and dbeta that are
+    known). Outputs: dq, dk [B, T, H, K], or fp32 [B, T, HV, K] where `grouped`; dg as g; dbeta as beta; contiguous fp32
+    da_log [slots, HV] and ddt_bias [slots, HV, K], to be summed over slots, zeros in slots of no sequence.
+    """
+    batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
+    io, K = DTYPES[config.dtype], config.key_dim
+
+    def strided(dtype, heads):
+        strides = tuple(cute.sym_int64(divisibility=16 * 8 // dtype.width) for _ in range(3))
+        return make_fake_tensor(dtype, (batch, tokens, heads, K), stride=(*strides, 1), assumed_align=16)
+
+    def packed(dtype, shape):
+        return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+
+    def beta():
+        dtype = DTYPES[config.beta_dtype]
+        strides = tuple(cute.sym_int64() for _ in range(3))
+        return make_fake_tensor(dtype, (batch, tokens, value_heads), stride=strides, assumed_align=dtype.width // 8)
+
+    gate_dtype = DTYPES[config.gate_dtype]
+    rows = (Float32, value_heads) if config.grouped else (io, heads)
+    return cute.compile(
+        KdaIntra(config),
+        strided(io, heads),
+        strided(io, heads),
+        strided(gate_dtype, value_heads),
+        beta(),
+        packed(Float32, (value_heads,)) if config.a_log else None,
+        packed(Float32, (cute.sym_int(),)) if config.dt_bias else None,
+        packed(DTYPES[config.cu_seqlens], (cute.sym_int(),)) if config.cu_seqlens else None,
+        packed(io, (slots, value_heads, 3, CHUNK, K)),
+        packed(io, (slots, value_heads, 2, CHUNK, CHUNK)),
+        packed(Float32, (slots, value_heads, CHUNK, K)),
+        packed(Float32, (slots, value_heads, CHUNK)),
+        strided(*rows),
+        strided(*rows),
+        strided(gate_dtype, value_heads),
+        beta(),
+        packed(Float32, (slots, value_heads)) if config.a_log else None,
+        packed(Float32, (slots, value_heads, K)) if config.dt_bias else None,
+        Float32(1.0),
+        Float32(1.0),
+        Float32(1.0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

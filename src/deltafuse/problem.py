@@ -152,6 +152,9 @@ class DeltaProblem(_Hashed):
     has_a_log: bool = False
     has_dt_bias: bool = False
     bounds_dtype: torch.dtype | None = None
+    index_dtype: torch.dtype | None = None
+    slot_per_token: bool = False
+    accepted_dtype: torch.dtype | None = None
 
     __hash__ = _Hashed.__hash__  # a frozen dataclass would make its own
 
@@ -412,6 +415,8 @@ def _parse_delta(
         inference_mode=not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
         has_a_log=a_log is not None, has_dt_bias=bias is not None,
         bounds_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
+        index_dtype=getattr(ssm_state_indices, "dtype", None), slot_per_token=getattr(ssm_state_indices, "ndim", 1) == 2,
+        accepted_dtype=getattr(num_accepted_tokens, "dtype", None),
     )  # fmt: skip
     call = DeltaCall(
         problem, q, k, v, g, beta, a_log, bias, gv, initial_state, cu_seqlens, cu_seqlens_cpu,

@@ -35,6 +35,7 @@ class ConvProblem:
     packed: bool = False
     context_parallel: bool = False
     requires_grad: bool = False
+    bounds_dtype: torch.dtype | None = None
     dtypes: tuple[torch.dtype, ...] = ()
     """Of all tensors that are there."""
 
@@ -149,6 +150,7 @@ def parse_conv(
         packed=cu_seqlens is not None,
         context_parallel=cp_context is not None,
         requires_grad=_wants_gradients(x, weight, bias, residual, initial_state),
+        bounds_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
         dtypes=tuple(t.dtype for t in (x, weight, bias, residual, initial_state) if t is not None),
     )
     return ConvCall(

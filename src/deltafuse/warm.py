@@ -19,9 +19,9 @@ KernelsOf = Callable[[Problem, Environment], Iterable[tuple[str, Any]]]
 
 def kernels_of(problem: Problem, env: Environment) -> Iterable[tuple[str, Any]]:
     """The kernels of a call that the `cute` backend takes."""
-    from .autograd import kda_cute
+    from .autograd import kernels
 
-    return kda_cute.kernels_of(problem, env.sms)  # type: ignore[arg-type]
+    return kernels.kernels_of(problem, env.sms)
 
 
 def warmup(

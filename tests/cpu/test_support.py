@@ -82,6 +82,10 @@ ASKED: list[tuple[str, Any, str | None]] = [
     ("chunk_gated_delta_rule, K 257", problem("chunk_gated_delta_rule", options={"K": 257}), "K up to 256, not 257"),
     ("fused_recurrent_gated_delta_rule", problem("fused_recurrent_gated_delta_rule"), None),
     ("fused_recurrent_gated_delta_rule, training", problem("fused_recurrent_gated_delta_rule", leaves=True), "no gradient"),
+    ("fused_recurrent_kda, K 64", problem("fused_recurrent_kda", options={"K": 64, "V": 32}), None),
+    ("fused_recurrent_kda, V 20", problem("fused_recurrent_kda", options={"K": 64, "V": 20}), None),
+    ("fused_recurrent_kda, K 64, training", problem("fused_recurrent_kda", leaves=True, options={"K": 64, "V": 32}), "no gradient"),
+    ("fused_recurrent_gated_delta_rule, K 64", problem("fused_recurrent_gated_delta_rule", options={"K": 64, "V": 32}), None),
     ("fused_kda_gate", problem_of("fused_kda_gate", torch.zeros(2, 3, 4, device="meta"), torch.zeros(3, device="meta"))[0], None),
 ]  # fmt: skip
 # Why this package's own kernels cannot take it on the GPUs that they are made for (absent: they can).
@@ -91,18 +95,28 @@ NOT_OWN = {
     "chunk_kda, no rows": "empty",
     "chunk_kda, K 256": "K up to 128, not 256",
     "chunk_kda, K 257": "K up to 128, not 257",
-    **{name: "no GPU kernel" for name, asked, _ in ASKED if asked.op != "chunk_kda"},
+    "fused_recurrent_kda, V 20": "V in multiples of 16, not 20",
+    **{
+        n: "K of 64, 128, 256, not"
+        for n, p, _ in ASKED
+        if p.op.startswith("fused_recurrent") and p.key_dim not in (64, 128, 256)
+    },
+    **{n: "no GPU kernel" for n, p, _ in ASKED if p.op in ("fused_kda_gate", "chunk_gated_delta_rule")},
 }
-OWN_ON = {(9, 0)}
+OWN_ON = {"chunk_kda": {(9, 0)}}
+DECODE_ON = {(9, 0), (10, 0), (10, 3)}
 
 
 def reason_against(asked: Any, machine: Environment) -> str | None:
     """What the own kernels' verdict says, None where they take the call."""
-    if asked.op == "chunk_kda" and machine.device != "cuda":
+    against = NOT_OWN.get(next(name for name, p, _ in ASKED if p is asked))
+    if against == "no GPU kernel":
+        return against
+    if machine.device != "cuda":
         return "on a GPU, the tensors are on cpu"
-    if asked.op == "chunk_kda" and machine.capability not in OWN_ON:
+    if machine.capability not in OWN_ON.get(asked.op, DECODE_ON):
         return "Hopper, not for NVIDIA B200"
-    return NOT_OWN.get(next(name for name, p, _ in ASKED if p is asked))
+    return against
 
 
 every_case = pytest.mark.parametrize(("asked", "why"), [(p, why) for _, p, why in ASKED], ids=[n for n, *_ in ASKED])
@@ -180,6 +194,29 @@ def test_intermediate_states_of_fla() -> None:
     assert choose(asked, H100_FLA).backend == "cute"
     assert choose(halves, H100_FLA).backend == "fla"
     assert "chunks of 64, not 32" in verdicts(halves, H100_FLA)[0].reason
+
+
+def conv_problem(width: int = 4, dtype: torch.dtype = torch.bfloat16, tokens: int = 5, **more: Any) -> Any:
+    x, weight = torch.zeros(2, tokens, 8, dtype=dtype, device="meta"), torch.zeros(8, width, dtype=dtype, device="meta")
+    return problem_of("causal_conv1d", x, weight, **more)[0]
+
+
+def test_convolutions_on_own_kernels() -> None:
+    a100, volta = (
+        Environment("cuda", (8, 0), "NVIDIA A100", dsl="4.8.1"),
+        Environment("cuda", (7, 0), "V100", dsl="4.8.1"),
+    )
+    for machine in (a100, H100_FLA, B200_FLA):
+        assert choose(conv_problem(), machine) == Plan("cute")
+    reasons = {
+        "W = 2 to 4, not 5": conv_problem(5),
+        "not float64": conv_problem(dtype=torch.float64),
+        "up to 2147418112 tokens": conv_problem(tokens=2**31),
+        "bfloat16, float16 and float32": conv_problem(bias=torch.zeros(8, dtype=torch.float64, device="meta")),
+    }
+    for reason, asked in reasons.items():
+        assert reason in verdicts(asked, H100)[0].reason
+    assert "8.0 or later" in verdicts(conv_problem(), volta)[0].reason
 
 
 def test_own_kernels_need_their_compiler() -> None:
@@ -325,7 +362,7 @@ def use_and_explain(name: str, call: Call) -> Any:
 @pytest.mark.parametrize("machine", GPUS, ids=lambda m: f"{m.title}, fla {m.fla}")
 def test_explain_on_another_machine(machine: Environment) -> None:
     found = explain_problem(problem(), machine)
-    assert found.chosen == ("cute" if machine.capability in OWN_ON else "fla" if machine.fla else "torch")
+    assert found.chosen == ("cute" if machine.capability in OWN_ON["chunk_kda"] else "fla" if machine.fla else "torch")
     assert found.device == machine.title
     assert str(found).startswith(f"chunk_kda on {machine.title}, backend 'auto': {found.chosen}")
 

@@ -477,13 +477,6 @@ def test_token_by_token_gives_the_bits_of_a_whole_pass(width: int, load: Loader)
 
 
 # ---- choices -----------------------------------------------------------------------------------------------------------------------
-def test_unsupported() -> None:
-    assert conv_cute.unsupported(4, 2**20, [BF16, None, FP32]) is None
-    assert "W = 2 to 4, not 5" in str(conv_cute.unsupported(5, 1, []))
-    assert "tokens" in str(conv_cute.unsupported(4, 2**31, []))
-    assert "float64" in str(conv_cute.unsupported(4, 1, [BF16, FP64]))
-
-
 @pytest.mark.parametrize(
     ("channels", "vector", "columns"),
     [(2048, 8, 128), (1536, 8, 64), (8, 8, 8), (100, 4, 32), (37, 1, 8), (2049, 1, 128)],

@@ -45,16 +45,6 @@ class Tuning:
 AUTO = Tuning()
 
 
-def unsupported(width: int, tokens: int, dtypes: Sequence[torch.dtype | None]) -> str | None:
-    """Why the kernels cannot take a call of `tokens` tokens (an update: sequences) with tensors of these dtypes, or None."""
-    if width not in WIDTHS:
-        return f"the kernels take W = 2 to 4, not {width}"
-    if tokens > TOKENS_LIMIT:
-        return f"the kernels take up to {TOKENS_LIMIT} tokens, not {tokens}"
-    other = next((t for t in dtypes if t is not None and t not in _NAMES), None)
-    return None if other is None else f"the kernels take bfloat16, float16 and float32, not {other}"
-
-
 # ---- layouts -----------------------------------------------------------------------------------------------------------------------
 def _name(x: Tensor | None) -> str:
     return "" if x is None else _NAMES[x.dtype]

@@ -8,7 +8,7 @@ are laid out as kernels read them, nothing is allocated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ..runtime import cache
 
 Load = Callable[[str, Any, str], Callable[..., Any]]
 KERNEL = "warp.delta_decode"
-KEY_DIMS = (64, 128, 256)
 COLUMNS = 16
 """V is a multiple of it: the columns of a warp."""
 FEW = 2048
@@ -30,20 +29,6 @@ FEW = 2048
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
-
-
-def unsupported(p: DeltaProblem) -> str | None:
-    """Why the kernel cannot take a problem; None where it can."""
-    for name, dtype in (("q, k, v", p.dtype), ("g", p.gate_dtype), ("beta", p.beta_dtype), ("states", p.state_dtype)):
-        if dtype not in _NAMES:
-            return f"the decode kernel takes {name} in bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if p.key_dim not in KEY_DIMS:
-        return f"the decode kernel takes K of {', '.join(map(str, KEY_DIMS))}, not {p.key_dim}"
-    if p.value_dim % COLUMNS:
-        return f"the decode kernel takes V in multiples of {COLUMNS}, not {p.value_dim}"
-    if p.value_gate:
-        return "the decode kernel has no gate per value dimension (`gv`)"
-    return None
 
 
 def decode_config(
@@ -85,19 +70,25 @@ def _store(indices: Tensor | None, token_states: bool) -> str:
     return "each" if token_states else "tokens" if indices is not None and indices.dim() == 2 else "last"
 
 
-def kernels_of(call: DeltaCall) -> tuple[tuple[str, DecodeConfig], ...]:
+def kernels_of(p: DeltaProblem) -> tuple[tuple[str, DecodeConfig], ...]:
     """The kernels that calls of this form run, for few and for many sequences."""
-    p, (tensors, options) = call.problem, _of_call(call)
-    read = None if call.initial_state is None else call.initial_state.dtype
+    read = p.state_dtype if p.has_initial_state else None
     written: torch.dtype | None
     if p.pooled or p.inplace:
-        written, store = read, _store(call.state_indices, p.pooled and not p.inplace)
+        store = "each" if p.pooled and not p.inplace else "tokens" if p.slot_per_token else "last"
+        written = read
     else:
         written, store = (torch.float32, "last") if p.output_final_state else (None, "")
-    given: dict[str, Any] = dict(
-        state=read, final=written, store=store, indices=call.state_indices, accepted=call.accepted
-    )
-    return tuple((KERNEL, decode_config(tensors, options, **given, warps=warps)) for warps in (1, 4))
+    name: dict[Any, str] = {None: "", **_INTEGERS}
+    config = DecodeConfig(
+        dtype=_NAMES[p.dtype], key_dim=p.key_dim, value_dim=p.value_dim, per_key=p.per_key, gate=p.gate,
+        gate_dtype=_NAMES[p.gate_dtype], beta_dtype=_NAMES[p.beta_dtype], beta_per_value=p.beta_per_value, a_log=p.has_a_log,
+        dt_bias=p.has_dt_bias, l2norm=p.l2norm, beta_sigmoid=p.beta_sigmoid, state_dtype="" if read is None else _NAMES[read],
+        final_dtype="float32" if written is None else _NAMES[written], store=store, state_v_first=p.state_v_first,
+        indices=name[p.index_dtype], per_token=p.slot_per_token, accepted=name[p.accepted_dtype], cu_seqlens=name[p.bounds_dtype],
+        single=p.tokens == 1 and not p.packed,
+    )  # fmt: skip
+    return tuple((KERNEL, replace(config, warps=warps)) for warps in (1, 4))
 
 
 def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[Tensor, Tensor | None]:

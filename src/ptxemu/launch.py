@@ -36,10 +36,11 @@ class CLaunch(ctypes.Structure):
         ("cluster", ctypes.c_uint32 * 3), ("dynamic_shared", ctypes.c_uint32), ("params", ctypes.c_void_p),
         ("range", ctypes.POINTER(CRange)), ("n_range", ctypes.c_int32), ("seed", ctypes.c_uint64),
         ("eager", ctypes.c_int32), ("shuffle", ctypes.c_int32), ("workers", ctypes.c_int32), ("quantum", ctypes.c_int32),
-        ("limit", ctypes.c_uint64), ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
+        ("limit", ctypes.c_uint64), ("races", ctypes.c_int32), ("loads_end_by_use", ctypes.c_int32),
+        ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
         ("error_cta", ctypes.c_uint32 * 3), ("error_warp", ctypes.c_int32), ("message", ctypes.c_char * 4096),
         ("notes", ctypes.c_char * 4096), ("instructions", ctypes.c_uint64), ("next_cluster", ctypes.c_uint32),
-        ("progress", ctypes.c_uint64),
+        ("progress", ctypes.c_uint64), ("race", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -53,6 +54,9 @@ class Options:
     workers: threads that run CTAs (0: one a core).
     quantum: instructions that a warp runs before another has its turn.
     limit: instructions without progress after which a launch counts as stuck.
+    races: look for accesses of global memory that nothing orders.
+    loads_end_by_use: a tcgen05.ld is over where its registers are used, also for the order of memory accesses, which the PTX ISA
+        does not promise without tcgen05.wait::ld.
     edit: a change of the PTX text before it runs; it must change something.
     """
 
@@ -62,6 +66,8 @@ class Options:
     workers: int = 0
     quantum: int = 2000
     limit: int = 20_000_000
+    races: bool = True
+    loads_end_by_use: bool = False
     edit: Callable[[str], str] | None = None
 
 
@@ -111,11 +117,14 @@ def check_arch(arch: str) -> None:
         raise EmulatorError(f"arch: got {arch!r}; allowed: {', '.join(ARCHITECTURES)}")
 
 
+_parsed = lru_cache(maxsize=16)(parse)
+
+
 @lru_cache(maxsize=64)
 def _program(text: str, name: str) -> Lowered:
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.M)
     arch = target.group(1) if target else "sm_90a"
-    kernels = parse(text)
+    kernels = _parsed(text)
     if name not in kernels:
         raise EmulatorError(f"kernel: got {name!r}; the PTX has {', '.join(kernels) or 'none'}")
     return lower(kernels[name], ARCHITECTURES.get(arch, 90))
@@ -150,13 +159,15 @@ def _execute(
         raise EmulatorError(
             f"launch of a grid of {tuple(grid)} blocks in clusters of {tuple(cluster)}; the grid must be a multiple"
         )
-    ranges, count = memory.array()
+    own = [(v.address, v.address + len(v.initial), f"variable {v.name}") for v in kernel.variables.values()]
+    ranges, count = _Memory(memory.ranges + own).array()
     padded = ctypes.create_string_buffer(params, max(len(params), 8) + 64)
     launch = CLaunch(
         program=ctypes.pointer(lowered.program), grid=tuple(grid), block=tuple(block), cluster=tuple(cluster),
         dynamic_shared=shared, params=ctypes.addressof(padded), range=ranges, n_range=count, seed=options.seed,
         eager=options.eager, shuffle=options.shuffle, workers=options.workers or os.cpu_count() or 1,
-        quantum=options.quantum, limit=options.limit,
+        quantum=options.quantum, limit=options.limit, races=options.races,
+        loads_end_by_use=options.loads_end_by_use,
     )  # fmt: skip
     start = time.perf_counter()
     core().emu_launch(ctypes.byref(launch))
@@ -211,6 +222,8 @@ def run_ptx(
     call = PtxCall(
         text, name, tuple(grid), tuple(block), tuple(cluster), shared, packed, [*dsl.tensors_in([args, tensors])]
     )
+    for variable in _program(text, name).kernel.variables.values():
+        variable.reset()
     before = [observe(call) for observe in observers]
     launched = _execute(text, name, grid, block, cluster, shared, bytes(params), memory, Options(**options))
     for done in before:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from . import flow
+from . import flow, lower_defined
 from .build import core
 from .errors import Unsupported
 from .ptx import SINK as PTX_SINK
@@ -55,7 +55,7 @@ class CIns(ctypes.Structure):
         ("fn", ctypes.c_void_p), ("guard", ctypes.c_int32), ("guard_not", ctypes.c_uint8), ("control", ctypes.c_uint8),
         ("flags", ctypes.c_uint8), ("n", ctypes.c_uint8), ("arg", ctypes.c_void_p), ("imm", ctypes.c_int64 * 4),
         ("target", ctypes.c_int32), ("rank", ctypes.c_int32), ("line", ctypes.c_int32),
-        ("n_written", ctypes.c_int32),
+        ("n_written", ctypes.c_int32), ("rule", ctypes.c_int32), ("form", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class CProgram(ctypes.Structure):
         ("ins", ctypes.POINTER(CIns)), ("n_ins", ctypes.c_int32), ("constants", ctypes.c_void_p), ("constant_stride", ctypes.c_uint64),
         ("reg_bytes", ctypes.c_int32), ("static_shared", ctypes.c_uint32), ("dynamic_base", ctypes.c_uint32),
         ("local_bytes", ctypes.c_uint32), ("param_bytes", ctypes.c_uint32), ("arch", ctypes.c_int32),
-        ("held_end", ctypes.c_int32),
+        ("held_end", ctypes.c_int32), ("max_registers", ctypes.c_int32), ("min_ctas", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -125,7 +125,17 @@ class Lowering:
             at += LANE_BYTES[widths[i]]
         self.held_end = SPECIAL_END + LANE_BYTES[32] * len(held)
         self._scratch: dict[tuple[int, int], int] = {}
+        self._lane_bytes: dict[int, int] = {}
+        self._constant_bytes: dict[int, int] = {}
         self.reg_bytes = at
+
+    def lane_bytes(self, at: int) -> int:
+        """Bytes of a lane of the register or constant at an offset; 0 for predicates, special registers and the sink."""
+        if not self._lane_bytes:
+            widths = {self.place[i]: w for i, w in enumerate(self.kernel.reg_width)}
+            widths |= {offset: width for (width, _), offset in self._scratch.items()}
+            self._lane_bytes = {o: 0 if w == 1 else max(w, 16) // 8 for o, w in widths.items()} | self._constant_bytes
+        return self._lane_bytes.get(at, 0)
 
     # ---- operands ------------------------------------------------------------------------------------------------------------
 
@@ -145,6 +155,7 @@ class Lowering:
             raw = value.to_bytes(max(width, 16) // 8, "little") * 32
         if (raw, shared) not in self._pool:
             self._pool[raw, shared] = len(self.constants)
+            self._constant_bytes[-len(self.constants) - 1] = 0 if width == 1 else max(width, 16) // 8
             if shared:
                 self.relocations.append((len(self.constants), width))
             self.constants += raw
@@ -212,6 +223,8 @@ class Lowering:
             return SHARED_BASE + k.shared[name]
         if name in k.local:
             return (WINDOW_LOCAL if width == 64 else 0) + k.local[name]
+        if name in k.variables and width == 64:
+            return k.variables[name].address
         raise self.unsupported(f"symbol {name}")
 
     def predicate(self, a: Operand) -> tuple[int, bool]:
@@ -376,7 +389,12 @@ def lower(kernel: Kernel, arch: int) -> Lowered:
     for e in low.out:
         pool += [*e.args, *e.writes]
     args = (ctypes.c_int32 * max(len(pool), 1))(*pool)
-    at = 0
+    forms = [
+        b"" if e.fn is None else lower_defined.forms(e.fn, e.args, [*e.imm, 0, 0, 0, 0], low.lane_bytes)
+        for e in low.out
+    ]
+    form_pool = (ctypes.c_uint8 * max(sum(map(len, forms)), 1)).from_buffer_copy(b"".join(forms) or b"\0")
+    at = form_at = 0
     for i, e in enumerate(low.out):
         c = array[i]
         if e.fn is not None:
@@ -392,6 +410,10 @@ def lower(kernel: Kernel, arch: int) -> Lowered:
         c.arg = ctypes.addressof(args) + 4 * at
         c.n_written = len(e.writes)
         at += len(e.args) + len(e.writes)
+        c.form = ctypes.addressof(form_pool) + form_at
+        form_at += len(e.args)
+        if e.fn is not None:
+            c.rule = lower_defined.RULES.index(lower_defined.rule(e.fn))
         for j, value in enumerate(e.imm):
             c.imm[j] = value
         c.target, c.rank, c.line = targets[i], rank[i], e.line
@@ -400,8 +422,9 @@ def lower(kernel: Kernel, arch: int) -> Lowered:
     program = CProgram(
         array, n, ctypes.addressof(constants), len(low.constants) if low.relocations else 0, low.reg_bytes,
         kernel.static_shared, kernel.dynamic_base, kernel.local_size, kernel.param_size, arch, low.held_end,
+        kernel.maxnreg or 0, kernel.min_ctas,
     )  # fmt: skip
-    return Lowered(kernel, program, (array, args, constants))
+    return Lowered(kernel, program, (array, args, constants, form_pool))
 
 
 def _constants(low: Lowering) -> bytes:

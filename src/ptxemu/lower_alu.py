@@ -349,7 +349,7 @@ def _comparison(low: Lowering, ins: Instr, count: int) -> tuple[str, list[str], 
 def _halves(low: Lowering, a: Operand, which: int) -> tuple[int, int]:
     """The two halves of a packed operand."""
     x = read(low, a, "b32")
-    return temporary(low, "half", 16, [x], [0], which=which), temporary(low, "half", 16, [x], [1], which=which + 1)
+    return temporary(low, "half", 16, [x], [0], which=which), temporary(low, "half", 16, [x], [16], which=which + 1)
 
 
 @lowers("setp")

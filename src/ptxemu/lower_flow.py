@@ -159,7 +159,7 @@ def _fence(low: Lowering, ins: Instr) -> None:
         low, ins, "mbarrier_init", "gl", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
         sets=(SCOPES, SPACES),
     )  # fmt: skip
-    low.emit("fence", [], [])
+    low.emit("fence.mbarrier_init" if "mbarrier_init" in ins.parts else "fence")
 
 
 @lowers("setmaxnreg")
@@ -181,6 +181,12 @@ def _nanosleep(low: Lowering, ins: Instr) -> None:
 def _nothing(low: Lowering, ins: Instr) -> None:
     # griddepcontrol: launches run one after another here, so the launch before is complete.
     low.emit("nothing")
+
+
+@lowers("call")
+def _call(low: Lowering, ins: Instr) -> None:
+    # Calls of functions without a body: printf, whose text goes nowhere, and what a failed assertion does.
+    low.emit("printf" if ins.parts[1] == "vprintf" else "assertion")
 
 
 @lowers("trap", "brkpt")

@@ -22,13 +22,15 @@ HINTS = {f"{level}::{what}" for level in ("L1", "L2") for what in (
 )}  # fmt: skip
 """Modifiers that only concern caches."""
 
-_SPACE = {"global": GLOBAL, "shared": SHARED, "local": LOCAL, "param": PARAM}
+_SPACE = {"global": GLOBAL, "const": GLOBAL, "shared": SHARED, "local": LOCAL, "param": PARAM}
 
 
 def space_of(low: Lowering, ins: Instr, mem: Operand) -> tuple[int, int]:
     """The state space of an access, and OWN where it must be in the CTA's own shared memory."""
     for part in ins.parts[1:]:
         name = part.split("::")[0]
+        if name == "param" and isinstance(mem, Mem) and isinstance(mem.base, Sym) and mem.base.name in low.kernel.local:
+            return LOCAL, 0  # a parameter of a device function
         if name in _SPACE:
             return _SPACE[name], 0 if part == "shared::cluster" or name != "shared" else OWN
     if isinstance(mem, Mem) and isinstance(mem.base, Sym) and mem.base.name in low.kernel.shared:
@@ -64,7 +66,7 @@ def register_bits(low: Lowering, items: Sequence[Operand], element: int) -> int:
 def _ld(low: Lowering, ins: Instr) -> None:
     mods = known(
         low, ins, "v2", "v4", "v8", "weak", "relaxed", "acquire", "volatile", "mmio", "global", "local", "param",
-        "param::entry", sets=(SCOPES, SPACES, CACHE, HINTS, set(WIDTH)),
+        "param::entry", "param::func", "const", sets=(SCOPES, SPACES, CACHE, HINTS, set(WIDTH)),
     )  # fmt: skip
     type_, count = type_of(ins), vector_of(ins)
     items = low.vector(ins.args[0])
@@ -110,7 +112,7 @@ def _st(low: Lowering, ins: Instr) -> None:
     if "bulk" in ins.parts:
         return _st_bulk(low, ins)
     mods = known(
-        low, ins, "v2", "v4", "v8", "weak", "relaxed", "release", "volatile", "mmio", "global", "local",
+        low, ins, "v2", "v4", "v8", "weak", "relaxed", "release", "volatile", "mmio", "global", "local", "param", "param::func",
         sets=(SCOPES, SPACES, CACHE, HINTS, set(WIDTH)),
     )  # fmt: skip
     type_, count = type_of(ins), vector_of(ins)

@@ -96,7 +96,8 @@ def _mma(low: Lowering, ins: Instr) -> None:
         *_registers(low, ins.args[2], groups, source, "B"),
         *_registers(low, ins.args[3], count, accumulator, "C"),
     ]
-    imm = [m | n << 8 | k << 16, TYPES[a] | TYPES[b] << 8 | TYPES[d] << 16, int("satfinite" in mods)]
+    shares = count | halves * groups << 8 | groups << 16
+    imm = [m | n << 8 | k << 16, TYPES[a] | TYPES[b] << 8 | TYPES[d] << 16, int("satfinite" in mods), shares]
     low.emit("mma.sync.f64" if a == "f64" else "mma.sync", args, imm, aligned=True)
 
 

@@ -1,11 +1,13 @@
 """PTX text to instructions (PTX ISA: "Syntax", "State Spaces, Types, and Variables").
 
 One pass over the text: comments are dropped, statements end at ";", braces at the start of a statement open a scope (inline
-assembly declares registers and labels in one), and every register and label is resolved to a number at once.
+assembly declares registers and labels in one), and every register and label is resolved to a number at once. A call of a device
+function becomes the function's body, its parameters local variables.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 from dataclasses import dataclass, field
@@ -98,6 +100,28 @@ class Instr:
         return any(m in self.parts for m in modifiers)
 
 
+class Variable:
+    """A variable of the module in global or constant memory, with memory of its own."""
+
+    def __init__(self, name: str, initial: bytes) -> None:
+        self.name, self.initial = name, initial
+        self.memory = ctypes.create_string_buffer(len(initial) + 255)
+        self.address = _aligned(ctypes.addressof(self.memory), 256)
+
+    def reset(self) -> None:
+        """Give it its initial value."""
+        ctypes.memmove(self.address, self.initial, len(self.initial))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A device function: names of its results and parameters; where its body starts, 0 for one declared alone."""
+
+    results: tuple[str, ...]
+    params: tuple[str, ...]
+    body: int
+
+
 @dataclass
 class Kernel:
     """One entry function. `params`: name, size, alignment, offset; `shared` and `local`: offsets by name."""
@@ -115,7 +139,9 @@ class Kernel:
     local_size: int = 0
     reqntid: tuple[int, ...] | None = None
     maxnreg: int | None = None
+    min_ctas: int = 0
     param_size: int = 0
+    variables: dict[str, Variable] = field(default_factory=dict)
 
     def param_offset(self, name: str) -> int | None:
         """Where a parameter lies in the parameter space."""
@@ -129,6 +155,16 @@ class _Scope:
         self.parent = parent
         self.regs: dict[str, Reg] = {}
         self.labels: dict[str, int] = {}
+        self.variables: dict[str, str] = {}
+
+    def variable(self, name: str) -> str:
+        """A local variable's name in the kernel."""
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.variables:
+                return scope.variables[name]
+            scope = scope.parent
+        return name
 
     def reg(self, name: str) -> Reg | None:
         scope: _Scope | None = self
@@ -149,7 +185,11 @@ class _Scope:
 
 _LABEL = re.compile(r"([\w$%.]+)\s*:(?!:)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(\(|\{|\.)")
-_VARIABLE = re.compile(r"\.(shared|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[(\d*)\])?$")
+_FUNCTION = re.compile(r"\.func\s*(\([^)]*\))?\s*([\w$]+)\s*(\([^)]*\))?\s*(?:\.\w+\s*)*([;{])")
+_MODULE = re.compile(
+    r"(?<![\w.])\.(?:global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)((?:\s*\[\d*\])*)\s*(?:=\s*(\{[^;]*\}|[^;]+?))?\s*;"
+)
+_VARIABLE = re.compile(r"\.(shared|local|param)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[(\d*)\])?$")
 _PARAM = re.compile(
     r"\.param\s+(?:\.align\s+(\d+)\s+)?(?:\.\w+\s+)*?\.(\w+)\s+"
     r"(?:\.ptr[^\s]*\s+(?:\.\w+\s+)*(?:\.align\s+\d+\s+)?)?([\w$]+)(?:\[(\d+)\])?$"
@@ -233,21 +273,31 @@ def _operand(scope: _Scope, a: str, label: bool = False) -> Operand:
     m = re.match(r"^(.+?)\s*\+\s*(\d+)$", a)
     if m:  # a symbol and a constant outside brackets
         return Mem(_operand(scope, m[1]), int(m[2]))
-    return Sym(a)
+    return Sym(scope.variable(a))
 
 
 class _Body:
     """Reads the statements of one kernel."""
 
-    def __init__(self, kernel: Kernel, text: str, position: int) -> None:
-        self.kernel, self.text, self.position = kernel, text, position
+    def __init__(self, kernel: Kernel, text: str, position: int, functions: dict[str, _Function]) -> None:
+        self.kernel, self.text, self.position, self.functions = kernel, text, position, functions
+        self.labels = 0
+        self.calls: list[tuple[str, int]] = []  # functions that are being expanded, and their ends' labels
         self.line = text.count("\n", 0, position) + 1
         self.scope = _Scope(None)
         self.branches: list[tuple[Instr, _Scope]] = []
 
     def read(self) -> int:
         """Read to the closing brace; returns the position after it."""
-        labels = 0
+        self._statements()
+        for ins, scope in self.branches:
+            name = ins.args[0].name
+            ins.args = [scope.label(name)]
+            if ins.args[0] is None:
+                raise Unsupported(f"PTX line {ins.line}: unknown label {name!r}")
+        return self.position
+
+    def _statements(self) -> None:
         while self.position < len(self.text):
             ch = self.text[self.position]
             if ch.isspace() or ch == ";":
@@ -261,9 +311,8 @@ class _Body:
                     break
                 self.scope = self.scope.parent
             elif m := _LABEL.match(self.text, self.position):
-                self.scope.labels[m[1]] = labels
-                self.kernel.labels[labels] = len(self.kernel.instrs)
-                labels += 1
+                self.scope.labels[m[1]] = self._label()
+                self._place(self.scope.labels[m[1]])
                 self._advance(m.end())
             else:
                 end = self.text.index(";", self.position)
@@ -273,12 +322,13 @@ class _Body:
                 else:
                     self._instruction(" ".join(statement.split()))
                 self._advance(end + 1)
-        for ins, scope in self.branches:
-            name = ins.args[0].name
-            ins.args = [scope.label(name)]
-            if ins.args[0] is None:
-                raise Unsupported(f"PTX line {ins.line}: unknown label {name!r}")
-        return self.position
+
+    def _label(self) -> int:
+        self.labels += 1
+        return self.labels - 1
+
+    def _place(self, label: int) -> None:
+        self.kernel.labels[label] = len(self.kernel.instrs)
 
     def _advance(self, to: int) -> None:
         self.line += self.text.count("\n", self.position, to)
@@ -304,9 +354,11 @@ class _Body:
             if m[1] == "shared":
                 k.shared[m[4]] = _aligned(k.static_shared, alignment)
                 k.static_shared = k.shared[m[4]] + size
-            else:
-                k.local[m[4]] = _aligned(k.local_size, alignment)
-                k.local_size = k.local[m[4]] + size
+            else:  # parameters of calls, too
+                name = m[4] if m[1] == "local" and not self.calls else f"{m[4]} {len(k.local)}"
+                self.scope.variables[m[4]] = name
+                k.local[name] = _aligned(k.local_size, alignment)
+                k.local_size = k.local[name] + size
         elif not s.startswith((".pragma", ".branchtargets", ".minnctapersm", ".maxntid")):
             raise Unsupported(f"PTX line {self.line}: directive {s!r}")
 
@@ -321,11 +373,92 @@ class _Body:
         if not opcode:
             raise Unsupported(f"PTX line {self.line}: {s!r}")
         parts = opcode[1].split(".")
+        if parts[0] == "call":
+            self._call(_split(opcode[2]), guard, s)
+            return
+        if parts[0] == "ret" and self.calls:
+            self._branch(self.calls[-1][1], guard, s)
+            return
         args = [_operand(self.scope, a, parts[0] == "bra") for a in _split(opcode[2])]
         ins = Instr(parts[0], parts, args, guard, self.line, s)
         self.kernel.instrs.append(ins)
         if parts[0] == "bra":
             self.branches.append((ins, self.scope))
+
+    def _branch(self, label: int, guard: Reg | None, text: str) -> None:
+        self.kernel.instrs.append(Instr("bra", ["bra"], [label], guard, self.line, text))
+
+    def _call(self, items: list[str], guard: Reg | None, text: str) -> None:
+        """A call: the function's body under the caller's names of its parameters."""
+        results = [x.strip() for x in items.pop(0)[1:-1].split(",")] if items[0].startswith("(") else []
+        name, *rest = items
+        actual = [x.strip() for x in rest[0][1:-1].split(",")] if rest and rest[0] != "()" else []
+        function = self.functions.get(name)
+        if function is None or len(rest) > 1:
+            raise Unsupported(f"PTX line {self.line}: {text}: only functions of this text can be called, by name")
+        if not function.body:
+            if name not in ("vprintf", "__assertfail"):
+                raise Unsupported(f"PTX line {self.line}: {text}: the function {name} has no body")
+            self.kernel.instrs.append(Instr("call", ["call", name], [], guard, self.line, text))
+            return
+        if any(name == called for called, _ in self.calls):
+            raise Unsupported(f"PTX line {self.line}: {text}: recursion")
+        if len(results) != len(function.results) or len(actual) != len(function.params):
+            raise Unsupported(f"PTX line {self.line}: {text}: results or parameters of another number than {name} has")
+        end = self._label()
+        if guard is not None:
+            self._branch(end, Reg(guard.idx, guard.width, not guard.neg), text)
+        inner = _Scope(None)
+        for formal, given in zip(function.results + function.params, results + actual, strict=True):
+            inner.variables[formal] = self.scope.variable(given)
+            if inner.variables[formal] not in self.kernel.local:
+                raise Unsupported(f"PTX line {self.line}: {text}: {given} is no variable in .param space")
+        outer = self.scope, self.position, self.line
+        self.scope, self.position, self.line = inner, function.body, self.text.count("\n", 0, function.body) + 1
+        self.calls.append((name, end))
+        self._statements()
+        self.calls.pop()
+        self.scope, self.position, self.line = outer
+        self._place(end)
+
+
+def _functions(text: str) -> dict[str, _Function]:
+    found: dict[str, _Function] = {}
+    for m in _FUNCTION.finditer(text):
+        names = [tuple(p.split("[")[0].split()[-1] for p in _split((part or "()")[1:-1])) for part in (m[1], m[3])]
+        body = m.end() if m[4] == "{" else 0
+        if body or m[2] not in found:
+            found[m[2]] = _Function(names[0], names[1], body)
+    return found
+
+
+def _initial(type_: str, count: int, value: str | None, name: str) -> bytes:
+    """The initial bytes of a variable of the module."""
+    size = WIDTH[type_] // 8
+    out = bytearray()
+    for item in _split((value or "").replace("{", "").replace("}", "")):
+        number = _number(item)
+        if number is None:
+            raise Unsupported(f"variable {name}: the initial value {item!r}")
+        bits = number.value
+        if number.isfloat == 64 and size == 4:
+            (bits,) = struct.unpack("<I", struct.pack("<f", *struct.unpack("<d", struct.pack("<Q", bits))))
+        out += (bits & (1 << 8 * size) - 1).to_bytes(size, "little")
+    count = count or len(out) // size
+    return bytes(out.ljust(size * count, b"\0"))
+
+
+def _variables(text: str) -> dict[str, Variable]:
+    found: dict[str, Variable] = {}
+    for alignment, type_, name, sizes, value in _MODULE.findall(text):
+        if type_ not in WIDTH or int(alignment or 1) > 256:
+            raise Unsupported(f"variable {name}: .{type_}, alignment {alignment}")
+        count = 1
+        for n in re.findall(r"\[(\d*)\]", sizes):
+            count *= int(n or 0)
+        found[name] = Variable(name, _initial(type_, count, value, name))
+        found[name].reset()
+    return found
 
 
 def _params(kernel: Kernel, s: str) -> None:
@@ -343,10 +476,9 @@ def _params(kernel: Kernel, s: str) -> None:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """All entry functions of a PTX text by name. Raises Unsupported for device functions and unknown directives."""
+    """All entry functions of a PTX text by name. Raises Unsupported for unknown directives."""
     text = _strip(text)
-    if re.search(r"\.func\b", text):
-        raise Unsupported("device functions (.func) in PTX")
+    functions, variables = _functions(text), _variables(text)
     first = _ENTRY.search(text)
     head = text[: first.start()] if first else text
     module: dict[str, int] = {}
@@ -362,21 +494,23 @@ def parse(text: str) -> dict[str, Kernel]:
     out: dict[str, Kernel] = {}
     position = 0
     while entry := _ENTRY.search(text, position):
-        kernel = Kernel(entry[1], shared=dict(module), static_shared=static)
+        kernel = Kernel(entry[1], shared=dict(module), static_shared=static, variables=variables)
         at = entry.end() - 1
         if text[at] == "(":
             end = text.index(")", at)
             _params(kernel, text[at + 1 : end])
             at = end + 1
         brace = text.index("{", at)
-        for name in ("reqntid", "maxnreg"):
+        for name in ("reqntid", "maxnreg", "minnctapersm"):
             if r := re.search(rf"\.{name}\s+([\d\s,]+)", text[at:brace]):
                 numbers = tuple(int(x) for x in r[1].replace(",", " ").split())
                 if name == "reqntid":
                     kernel.reqntid = numbers
-                else:
+                elif name == "maxnreg":
                     kernel.maxnreg = numbers[0]
-        position = _Body(kernel, text, brace + 1).read()
+                else:
+                    kernel.min_ctas = numbers[0]
+        position = _Body(kernel, text, brace + 1, functions).read()
         # Dynamic shared memory follows the static, at an alignment that any kernel may ask for.
         kernel.dynamic_base = _aligned(kernel.static_shared, 1024)
         kernel.shared.update(dict.fromkeys(dynamic, kernel.dynamic_base))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import memory_ptx
 import pytest
 import torch
 
@@ -273,3 +276,82 @@ def test_bad_launches_and_unknown_instructions() -> None:
         run("", edit=lambda text: text)
     with pytest.raises(ptxemu.EmulatorError, match="the kernel traps"):
         run("trap;")
+
+
+# ---- initialised mbarriers ----------------------------------------------------------------------------------------------------------
+MBARRIER = """
+    setp.eq.u32 %p1, %r0, 0;
+    @%p1 mbarrier.init.shared.b64 [%r1], {count};
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "right"),
+    [
+        ("bar.sync 0;", True),
+        ("fence.mbarrier_init.release.cluster;", False),
+        ("", False),
+        ("fence.proxy.async;", False),
+    ],
+)
+def test_an_mbarrier_of_another_warp(after: str, right: bool) -> None:
+    body = MBARRIER.format(count=64, after=after) + "    mbarrier.arrive.shared.b64 %d3, [%r1];\n"
+    for seed in range(3):
+        if right:
+            memory_ptx.run(body, [torch.zeros(1)], threads=64, shared=64, seed=seed, shuffle=True)
+        else:
+            with pytest.raises(
+                (ptxemu.RaceFault, ptxemu.BarrierFault),
+                match=r"not ordered after its mbarrier.init by warp 0|no mbarrier is init",
+            ):
+                memory_ptx.run(body, [torch.zeros(1)], threads=64, shared=64, seed=seed, shuffle=seed > 0)
+
+
+CLUSTER = "barrier.cluster.arrive{};\n    barrier.cluster.wait;"
+
+
+@pytest.mark.parametrize(
+    ("after", "right"),
+    [
+        (CLUSTER.format(""), True),
+        ("fence.mbarrier_init.release.cluster;\n    " + CLUSTER.format(".relaxed"), True),
+        ("fence.acq_rel.cluster;\n    " + CLUSTER.format(".relaxed"), True),
+        (CLUSTER.format(".relaxed"), False),
+        ("fence.proxy.async;\n    " + CLUSTER.format(".relaxed"), False),
+    ],
+)
+def test_an_mbarrier_of_another_cta(after: str, right: bool) -> None:
+    body = MBARRIER.format(count=64, after=after) + (
+        "    mapa.shared::cluster.u32 %r4, %r1, 0;\n    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r4];\n"
+        "    barrier.cluster.arrive;\n    barrier.cluster.wait;\n"
+    )
+    for seed in range(3):
+        options: dict[str, Any] = dict(threads=32, grid=2, cluster=2, shared=64, seed=seed, shuffle=seed > 0)
+        if right:
+            memory_ptx.run(body, [torch.zeros(1)], **options)
+        else:
+            with pytest.raises(
+                ptxemu.RaceFault, match=r"not ordered after its mbarrier.init .*fence.mbarrier_init before a relaxed"
+            ):
+                memory_ptx.run(body, [torch.zeros(1)], **options)
+
+
+@pytest.mark.parametrize(
+    ("fence", "right"),
+    [
+        ("fence.mbarrier_init.release.cluster;", True),
+        ("fence.proxy.async;", True),
+        ("", False),
+        ("fence.acq_rel.cta;", False),
+    ],
+)
+def test_an_mbarrier_of_the_asynchronous_proxy(fence: str, right: bool) -> None:
+    body = MBARRIER.format(count=1, after=f"{fence}\n    bar.sync 0;") + memory_ptx.expect(64) + (
+        "    @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+64], [%d0], 64, [%r1];\n" + memory_ptx.wait()
+    )  # fmt: skip
+    if right:
+        memory_ptx.run(body, [torch.zeros(16)], shared=256)
+        return
+    with pytest.raises(ptxemu.ProxyFault, match=r"initialised by warp 0 with no fence\.mbarrier_init or"):
+        memory_ptx.run(body, [torch.zeros(16)], shared=256)

@@ -186,7 +186,7 @@ def test_bulk_store_of_zeros() -> None:
     ("    mul.wide.u32 %d5, %r0, 4;\n    add.u64 %d5, %d5, %d0;\n    atom.global.add.u32 %r2, [%d5], 1;",
      "atomic of 4 bytes .* offset 64 "),
     ("    ld.shared.b32 %r2, [%r1+128];", r"outside \[0, 128\)"),
-    ("    ld.shared.b32 %r2, [%r1];", "uninitialised shared memory at offset 0"),
+    ("    ld.shared.b32 %r2, [%r1];\n    st.global.b32 [%d0], %r2;", "depends on uninitialised shared memory at offset 0"),
     ("    st.shared.b32 [%r1+2], %r0;", "misaligned 4-byte shared access at offset 2"),
     ("    .local .b32 l[2];\n    mov.u64 %d5, l;\n    ld.local.b32 %r2, [%d5+8];", "local memory, which has 8"),
     ("    mov.u64 %d5, p0;\n    cvta.param.u64 %d6, %d5;\n    st.b32 [%d6], %r0;", "store to the kernel's parameters"),

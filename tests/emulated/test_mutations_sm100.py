@@ -48,8 +48,9 @@ FENCES = [Mutation(f"proxy fence {i} dropped", nth(FENCE, "", i), (ProxyFault,),
 COMMITS = [Mutation(f"tcgen05.commit {i} dropped", nth(COMMIT, "", i), (Deadlock,)) for i in range(9)]
 ARRIVALS = [Mutation(f"arrival {i} dropped", nth(ARRIVE, "", i), (Deadlock,)) for i in range(9)]
 WAITS = [
-    Mutation(f"wait {i} dropped", nth(WAIT, PASSED, i), EARLY, "") for i in (0, 1, 6, 7, 9, 10, 12, 20, 21, 24, 26, 27)
+    Mutation(f"wait {i} dropped", nth(WAIT, PASSED, i), EARLY, "") for i in (0, 1, 6, 7, 9, 10, 12, 20, 24, 26, 27)
 ]
+WAITS += [Mutation("wait 21 dropped", nth(WAIT, PASSED, 21), (*EARLY, Deadlock), "uninitialised")]
 # Waits that nothing depends on: what they wait for has happened when an earlier wait is over (for the accumulators of w h, of the state's
 # update and of A v the release of an operand that is made from them), or at once (the first phase of the state's first stage).
 IMPLIED = (8, 11, 13, 19)
@@ -71,8 +72,9 @@ MUTATIONS = [
     Mutation("release of the wrong stage", nth(r"(tcgen05\.commit[^;]*)\[%r37\+16\]", r"\1[%r37+24]"), (*COUNT, MemoryFault)),
     Mutation("producer's first phase is 0", nth(r"mov\.b32 (\s*%r1014), 1;", r"mov.b32 \1, 0;"), (Deadlock,)),
     Mutation("first MMA accumulates", nth(r"mov\.pred (\s*%p50), 0;", r"mov.pred \1, -1;"), (MemoryFault, TensorFault)),
-    Mutation("no wait for loads from tensor memory", every(r"tcgen05\.wait::ld[^;]*;"), note="no tcgen05.wait::ld"),
+    Mutation("no wait for loads from tensor memory", every(r"tcgen05\.wait::ld[^;]*;"), (RaceFault,), "missing tcgen05.wait::ld"),
     Mutation("accumulators of o released before they are read", early_release, (RaceFault,)),
+    Mutation("no fence after the initialisation", nth(r"fence\.mbarrier_init[^;]*;"), (ProxyFault,), "fence.mbarrier_init"),
     Mutation("tensor memory not freed", nth(r"tcgen05\.dealloc[^;]*;"), (TensorFault,), "free|dealloc"),
     Mutation("tensor memory freed while in use", nth(r"bar\.sync\s+2, 384;"), (TensorFault, RaceFault)),
     Mutation("128 columns allocated, 256 used", nth(r", 512;(\n\s*tcgen05\.alloc)", r", 128;\1"), (TensorFault, MemoryFault)),

@@ -21,6 +21,7 @@ MMA = r"wgmma\.mma_async[^;]*;"
 FENCE = r"fence\.proxy\.async[^;]*;"
 PASSED = "setp.eq.u32 P1, 0, 0;"
 COUNT = (BarrierFault, RaceFault, Deadlock)
+UNREAD = "uninitialised|not ordered after|in flight"
 EARLY = (RaceFault, BarrierFault, MemoryFault)
 FLIGHT = "flight|fence|wait_group|commit"
 
@@ -54,13 +55,17 @@ MUTATIONS = [
     Mutation("producer's first phase is 0", nth(r"mov\.b32 (\s*%r391), 1;", r"mov.b32 \1, 0;"), (Deadlock,)),
     Mutation("producer does not wait for A's stages", nth(WAIT, PASSED, 0), (*EARLY, Deadlock)),
     Mutation("producer does not wait for u's stages", nth(WAIT, PASSED, 1), (*EARLY, Deadlock)),
-    Mutation("first wait for u dropped", nth(WAIT, PASSED, 3), EARLY),
+    Mutation("first wait for u dropped", nth(WAIT, PASSED, 3), (*EARLY, Deadlock), UNREAD),
     Mutation("first wait for A dropped", nth(WAIT, PASSED, 4), EARLY),
     Mutation("wait for u dropped", nth(WAIT, PASSED, 5), EARLY),
     Mutation("wait for A dropped", nth(WAIT, PASSED, 6), EARLY),
     Mutation("what a look at A's barrier found is ignored", nth(PEEK, r"setp.eq.u32 \1, 0, 0;", 0), EARLY),
     Mutation("what a look at u's barrier found is ignored", nth(PEEK, r"setp.eq.u32 \1, 0, 0;", 1), EARLY),
     Mutation("wait for A has the other parity", nth(r"(P1, \[%r303\]), %r427", r"\1, 1"), (*EARLY, Deadlock)),
+    Mutation("no fence after the initialisation", nth(r"fence\.mbarrier_init[^;]*;"), (ProxyFault,), "fence.mbarrier_init"),
+    Mutation("producer keeps 40 registers", nth(r"(setmaxnreg\.dec\S*\s*)24;", r"\g<1>40;"), (Deadlock,), "pool of registers"),
+    Mutation("consumers take 248 registers", nth(r"(setmaxnreg\.inc\S*\s*)240;", r"\g<1>248;"), (Deadlock,), "pool of registers"),
+    Mutation("consumers give registers back", nth(r"setmaxnreg\.inc(\S*\s*)240;", r"setmaxnreg.dec\1 240;"), (BarrierFault,), "setmaxnreg"),
     # Named barriers and the asynchronous proxy.
     Mutation("store: proxy fence dropped", nth(FENCE, "", 0), (ProxyFault,), "fence"),
     Mutation("last store: proxy fence dropped", nth(FENCE, "", 1), (ProxyFault,), "fence"),
@@ -111,6 +116,7 @@ MULTICAST = r"(mov\.b16 \s*%rs\d+), 3;"
 CLUSTER_BARRIER = r"barrier\.cluster\.arrive\.relaxed;|barrier\.cluster\.wait;(?=\n\s*setp)"
 MAPPED = r"(mapa\.shared::cluster\.u32 \s*%r332, %r330), %r331;"
 CLUSTER_MUTATIONS = [
+    Mutation("no fence after the initialisation", nth(r"fence\.mbarrier_init[^;]*;"), (ProxyFault, RaceFault), "mbarrier.init|fence"),
     Mutation("no cluster barrier at first", every(CLUSTER_BARRIER), EARLY),
     Mutation("no cluster barrier at the end", every(r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"), (MemoryFault,), "has left"),
     Mutation("a copy goes to CTA 0 alone", nth(MULTICAST, r"\1, 1;"), (Deadlock, MemoryFault)),
@@ -131,6 +137,17 @@ def scan() -> Case:
     return kernels.need("sm_90a", kernels.hopper_scan, "two", 320)
 
 
+CTA_Y = r"(mov\.u32 \s*%r\d+), %ctaid\.y;"
+HEADS_MUTATIONS = [
+    Mutation("every CTA is that of head 0", every(CTA_Y, r"\1, 0;"), (RaceFault,), "between CTAs"),
+]
+
+
+@pytest.fixture(scope="module")
+def heads() -> Case:
+    return kernels.need("sm_90a", kernels.hopper_scan, "two", 192, 2)
+
+
 @pytest.fixture(scope="module")
 def clusters() -> Case:
     return kernels.need("sm_90a", kernels.hopper_scan, "cluster", 320)
@@ -149,4 +166,11 @@ def test_noticed_in_clusters(
 ) -> None:
     verdict = judge(clusters, mutation)
     record_property("mutation", (clusters.name, verdict.line))
+    assert verdict.caught, str(verdict)
+
+
+@pytest.mark.parametrize("mutation", HEADS_MUTATIONS, ids=lambda m: m.name)
+def test_noticed_between_ctas(heads: Case, record_property: Callable[[str, object], None], mutation: Mutation) -> None:
+    verdict = judge(heads, mutation)
+    record_property("mutation", (heads.name, verdict.line))
     assert verdict.caught, str(verdict)

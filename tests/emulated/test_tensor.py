@@ -335,7 +335,11 @@ WAIT_LD, WAIT_ST = "    tcgen05.wait::ld.sync.aligned;\n", "    tcgen05.wait::st
 
 def test_uninitialised_read() -> None:
     body = alloc(32) + ST.format("%quad") + WAIT_ST + LD.format("%quad+1")
-    raises(ptxemu.MemoryFault, r"uninitialised tensor memory: lane \d+, column 2", body + WAIT_LD + dealloc(32))
+    simple(body + WAIT_LD + dealloc(32))  # nothing depends on it
+    use = "    setp.eq.u32 %p1, {}, 0;\n    @%p1 bra NEXT;\nNEXT:\n"
+    simple(body + WAIT_LD + use.format("%v0") + dealloc(32))
+    message = r"a branch depends on uninitialised tensor memory: lane \d+, column 2"
+    raises(ptxemu.MemoryFault, message, body + WAIT_LD + use.format("%v1") + dealloc(32))
 
 
 def test_columns_that_are_not_allocated() -> None:
@@ -370,7 +374,10 @@ def test_use_of_a_loads_registers_completes_it() -> None:
     start = alloc(32) + ST.format("%quad") + ST.format("%quad+2") + WAIT_ST
     store = ST.format("%quad") + WAIT_ST
     end = WAIT_LD + dealloc(32)
-    notes = simple(start + two + "    add.u32 %v8, %v0, 1;\n" + store + end).notes
+    by_use = start + two + "    add.u32 %v8, %v0, 1;\n" + store + end
+    raises(ptxemu.RaceFault, r"only the use of its registers is known to be over.*missing tcgen05.wait::ld", by_use)
+    simple(start + two + "    add.u32 %v8, %v0, 1;\n" + end)  # the use itself is legal
+    notes = simple(by_use, loads_end_by_use=True).notes
     assert notes == (
         "tcgen05.st after a tcgen05.ld that only the use of its registers has completed (no tcgen05.wait::ld)",
     )
@@ -387,7 +394,7 @@ END:
     later = "    bra NEXT;\nNEXT:\n    add.u32 %v9, %v1, 1;\n"
     once = f"    setp.ge.u32 %p1, %warp, 4;\n    @%p1 bra MEET;\n{ST.format('%quad')}{WAIT_ST}{LD.format('%quad')}"
     published = "    add.u32 %v8, %v0, 1;\nMEET:\n" + other + later + WAIT_LD
-    simple(alloc(32) + once + published + dealloc(32), threads=256)
+    simple(alloc(32) + once + published + dealloc(32), threads=256, loads_end_by_use=True)
     loop = f"""
     mov.u32 %r1, 0;
 AGAIN:
@@ -401,7 +408,8 @@ FIRST:
     setp.lt.u32 %p1, %r1, 3;
     @%p1 bra AGAIN;
 """
-    simple(start + loop + end)
+    simple(start + loop + end, loads_end_by_use=True)
+    raises(ptxemu.RaceFault, "missing tcgen05.wait::ld", start + loop + end)
     raises(ptxemu.RaceFault, "missing tcgen05.wait::ld", start + loop.replace("%v8, %v1, 1", "%v8, %v9, 1") + end)
 
 

@@ -512,13 +512,14 @@ AGAIN:
 
 
 def test_accumulating_into_nothing() -> None:
-    fails(
-        ptxemu.MemoryFault,
-        "tcgen05.mma accumulates and reads uninitialised tensor memory",
-        Case(accumulate=True),
-        "[%r32]",
-        "[%r32+64]",
-    )
+    def forget(text: str) -> str:
+        return re.sub(r"tcgen05\.st[^;]*;", "", text, count=1)
+
+    execute(Case(), edit=forget)
+    with pytest.raises(
+        ptxemu.MemoryFault, match="a value stored to global memory depends on uninitialised tensor memory"
+    ):
+        execute(Case(accumulate=True), edit=forget)
 
 
 def test_accumulator_outside_the_allocation() -> None:
@@ -595,7 +596,7 @@ def test_shared_memory_descriptor_faults(bits: int, kind: type[Exception], patte
 def test_uninitialised_operand() -> None:
     fails(
         ptxemu.MemoryFault,
-        "operand B of uninitialised shared memory",
+        "a value stored to global memory depends on uninitialised tensor memory",
         Case(),
         "    tcgen05.mma",
         f"    add.u64 %desc1, %desc1, {(SIZE - 16384) // 16};\n    tcgen05.mma",

@@ -370,13 +370,12 @@ static inline double widen_f64(double x) { return x; }
     ORDERED_FLOAT(F, f16, u16, u32, widen_f16) ORDERED_FLOAT(F, f16_ftz, u16, u32, widen_f16_ftz) ORDERED_FLOAT(F, bf16, u16, u32, widen_bf16)
 COMPARISONS(COMPARE)
 
-/* The halves of packed operands become registers of 16 bits: d, a. imm[0]: 0 low, 1 high. */
+/* The halves of packed operands become registers of 16 bits: d, a. imm[0]: 0 low, 16 high. */
 HEAD(half_of)
 {
     SOURCE(u32, pa, 1);
-    const int shift = ins->imm[0] ? 16 : 0;
     RESULT(u16, LANES);
-    EACH(LANES) out[i] = (u16)(pa[i] >> shift);
+    EACH(LANES) out[i] = (u16)(pa[i] >> ins->imm[0]);
     FINISH;
 }
 

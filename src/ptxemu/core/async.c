@@ -24,7 +24,8 @@ typedef struct Copy {
     uint8_t valid[LANES];
 } Copy;
 
-struct CpState { Copy *copies, *spare; };
+/* complete: epoch of the last bulk store that completed after its thread had waited for its read. */
+struct CpState { Copy *copies, *spare; uint32_t complete; };
 
 static Copy *new_copy(Warp *w)
 {
@@ -109,6 +110,8 @@ static int cp_async(Warp *w, const Ins *ins, uint32_t m)
             global_check(w, r->from[i], size, size, "cp.async");
         Cta *c;
         r->off[i] = shared_place(w, dst[i], size, size, 1, "cp.async", &c);
+        if (r->valid[i] && races(w))
+            race_access(w, r->from[i], r->valid[i], TOUCH_READ, 0, clock_epoch(w), "cp.async");
     }
     for (uint32_t rest = m; rest;) { /* neighbours at once */
         uint32_t first = __builtin_ctz(rest), end = first + 1;
@@ -159,6 +162,13 @@ static void read_store(Store *s, const Cta *c)
     s->have = 1;
 }
 
+static void saw_copy(Warp *w, uint32_t epoch)
+{
+    uint32_t *seen = &w->vc[w->cta->cluster->n_clock - 1];
+    if (*seen < EPOCH_CLOCK(epoch))
+        *seen = EPOCH_CLOCK(epoch);
+}
+
 /* Its lanes have waited for a copy. Returns whether the record is done with. */
 static int finish(Warp *w, Copy *r, int read)
 {
@@ -173,14 +183,15 @@ static int finish(Warp *w, Copy *r, int read)
         if (locked)
             async_read_end(w, c, r->off[0], r->size);
         r->unlocked = 1;
+        if (!read)
+            saw_copy(w, r->epoch);
         return !r->op;
     }
     if (r->op)
         async_complete(r->op);
-    uint32_t *seen = &w->vc[c->cluster->n_clock - 1], now = clock_epoch(w);
+    const uint32_t now = clock_epoch(w);
     if (r->published) { /* others order themselves after the copy's own epoch */
-        if (*seen < EPOCH_CLOCK(r->epoch))
-            *seen = EPOCH_CLOCK(r->epoch);
+        saw_copy(w, r->epoch);
         return 1;
     }
     /* cp.async writes through the generic proxy: from here on it is as if the waiting threads had written. */
@@ -193,6 +204,8 @@ static int finish(Warp *w, Copy *r, int read)
 /* wait_group n: imm[0] 1 for bulk groups, imm[1] n, imm[2] 1 for .read, imm[3] 1 for cp.async.wait_all, which needs no commit. */
 static int wait_group(Warp *w, const Ins *ins, uint32_t m)
 {
+    if (ins->imm[0] && !ins->imm[2] && w->cp)
+        saw_copy(w, w->cp->complete);
     for (Copy *r = w->cp ? w->cp->copies : NULL, *next; r; r = next) {
         next = r->next;
         if (r->bulk != ins->imm[0] || !(r->mask & m) || (r->committed ? r->age < ins->imm[1] : !ins->imm[3]))
@@ -240,7 +253,7 @@ static int cp_arrive(Warp *w, const Ins *ins, uint32_t m)
     FOR_LANES(i, m) {
         uint64_t addr = lane_address(w, ins->arg[0], ins->imm[0], ins->imm[1], i);
         a->off[i] = shared_place(w, addr, 8, 8, 1, "cp.async.mbarrier.arrive", &a->cta[i]);
-        MBarrier *b = mbar_find(w, a->cta[i], a->off[i]);
+        MBarrier *b = mbar_use(w, a->cta[i], a->off[i], 0);
         if (!ins->imm[2])
             b->pending++;
     }
@@ -274,10 +287,16 @@ static void load_run(Async *op)
     else
         memcpy(stage, (const void *)l->from, l->bytes);
     const uint32_t epoch = copy_epoch(c);
+    if (races(op->warp) && l->tile)
+        tile_access(op->warp, &l->own_tile, 0, NULL, 0, epoch, "tensor copy to shared memory");
+    else if (races(op->warp) && !l->source)
+        race_access(op->warp, l->from, l->bytes, TOUCH_READ, 0, epoch, "cp.async.bulk");
     FOR_LANES(rank, l->ranks) {
         Cta *t = &c->cta[rank];
         if (l->op < 0) {
             async_write_end(t, l->off, l->bytes, data, epoch);
+            if (l->undefined)
+                memcpy(t->shared.state + l->off, l->source->shared.state + l->source_off, l->bytes);
             continue;
         }
         const uint32_t n = type_bytes(l->type);
@@ -331,14 +350,16 @@ void load_issue(Warp *w, Load *load, const char *what)
         Cta *t = &c->cta[rank];
         if (t != w->cta)
             shared_place(w, (uint64_t)rank << CTA_SHIFT | (SHARED_BASE + l->off), l->bytes, 1, 0, what, &t);
-        mbar_find(w, barrier_cta(l, c, rank), l->bar_off);
+        mbar_use(w, barrier_cta(l, c, rank), l->bar_off, 1);
         if (l->op < 0)
             async_write_begin(w, t, l->off, l->bytes, what);
         else
             shared_strong_begin(w, t, l->off, l->bytes, TOUCH_READ | TOUCH_WRITE | TOUCH_ASYNC, what);
     }
+    if (l->source && l->op >= 0)
+        shared_check_defined(w, l->source, l->source_off, l->bytes, what);
     if (l->source)
-        async_read_begin(w, l->source, l->source_off, l->bytes, what);
+        l->undefined = async_read_begin(w, l->source, l->source_off, l->bytes, what);
     async_issue(op);
 }
 
@@ -349,6 +370,12 @@ static void store_run(Async *op)
     Warp *w = op->warp;
     Copy *r = (Copy *)op->v[0];
     read_store(s, op->cta);
+    r->epoch = copy_epoch(op->cta->cluster);
+    if (races(w) && s->tiled)
+        tile_access(w, &s->tile, s->off, s->data, s->op >= 0, r->epoch, "tensor copy to global memory");
+    else if (races(w))
+        race_access(w, s->to, s->bytes, TOUCH_WRITE | (memcmp(s->data, (const void *)s->to, s->bytes) ? 0 : TOUCH_SAME), s->op >= 0,
+                    r->epoch, "cp.async.bulk to global memory");
     if (s->tiled) {
         tile_put(&s->tile, s->off, s->data, s->op);
     } else if (s->op < 0) {
@@ -362,14 +389,17 @@ static void store_run(Async *op)
         }
     }
     r->op = NULL;
-    if (r->unlocked)
+    if (r->unlocked) {
+        if (w->cp->complete < r->epoch)
+            w->cp->complete = r->epoch;
         drop_copy(w, r);
+    }
 }
 
 /* A store of `bytes` at `off` of the CTA's shared memory by one lane; the caller fills it in and issues `op`. */
 Store *store_new(Warp *w, uint32_t lane, uint32_t off, uint32_t bytes, const char *what, Async **op)
 {
-    async_read_begin(w, w->cta, off, bytes, what);
+    const int undefined = async_read_begin(w, w->cta, off, bytes, what);
     Copy *r = new_copy(w);
     r->mask = 1u << lane;
     r->bulk = 1;
@@ -381,6 +411,7 @@ Store *store_new(Warp *w, uint32_t lane, uint32_t off, uint32_t bytes, const cha
     s->off = off;
     s->bytes = bytes;
     s->op = -1;
+    s->defined = !undefined;
     return s;
 }
 
@@ -415,6 +446,8 @@ static int cp_bulk(Warp *w, const Ins *ins, uint32_t m)
             global_check(w, dst, bytes, 16, what);
             Async *a;
             Store *s = store_new(w, i, shared_place(w, src, bytes, 16, 1, what, &c), bytes, what, &a);
+            if (!s->defined)
+                shared_check_defined(w, c, s->off, bytes, what);
             s->to = dst;
             s->op = op;
             s->type = type;
@@ -487,7 +520,7 @@ static void remote_issue(Warp *w, const Remote *from, uint64_t addr, uint64_t ba
     r->bar = shared_place(w, bar, 8, 8, 0, what, &b);
     if (b != r->cta)
         fault(w, ERR_BARRIER, "%s: the mbarrier is in CTA %d of the cluster, the destination in CTA %d", what, b->rank, r->cta->rank);
-    mbar_find(w, b, r->bar);
+    mbar_use(w, b, r->bar, 0);
     if (r->op < 0)
         async_write_begin(w, r->cta, r->off, r->bytes, what);
     else

@@ -150,10 +150,11 @@ static int one(Warp *w, uint64_t addr, int64_t flags, int op, int type, uint64_t
     }
     if (!shared) {
         uint64_t key = addr & ~(uint64_t)3;
-        sync_read(w, key, acquire);
+        /* Published before its value can be seen by another thread, acquired after it was. */
         sync_write(w, key, release, 1);
         /* Additions in global memory flush subnormals (PTX ISA: atom). */
         *old = global_reduce((void *)addr, op, type == T_F32 && op == OP_ADD ? T_F32_FTZ : type, b, c);
+        sync_read(w, key, acquire);
         return reduce(op, type, *old, b, c) != *old;
     }
     Cta *t;
@@ -174,12 +175,20 @@ static int atom(Warp *w, const Ins *ins, uint32_t m)
     const int64_t flags = ins->imm[1];
     const uint32_t n = ACC_COUNT(flags), bytes = type_bytes(ins->imm[3]);
     uint64_t addr[LANES];
+    uint32_t global = 0;
     lane_addresses(w, ins->arg[0], ins->imm[0], flags & ACC_WIDE, addr);
     if (ACC_SPACE(flags) == SPACE_GLOBAL) {
         global_check_lanes(w, m, addr, bytes * n, bytes * n, "atomic");
+        global = m;
     } else if (ACC_SPACE(flags) == SPACE_GENERIC) {
-        FOR_LANES(i, m) if (!(addr[i] & WINDOW_MASK)) global_check(w, addr[i], bytes * n, bytes * n, "atomic");
+        FOR_LANES(i, m)
+            if (!(addr[i] & WINDOW_MASK)) {
+                global_check(w, addr[i], bytes * n, bytes * n, "atomic");
+                global |= 1u << i;
+            }
     }
+    if (global && races(w))
+        race_lanes(w, global, addr, bytes * n, TOUCH_READ | TOUCH_WRITE, 1, "atomic");
     int changed = 0;
     FOR_LANES(i, m) for (uint32_t j = 0; j < n; j++)
     {
@@ -215,6 +224,9 @@ static int atom_b128(Warp *w, const Ins *ins, uint32_t m)
             key = shared_key(t, off);
         } else {
             global_check(w, addr, 16, 16, "atomic");
+            if (races(w))
+                race_access(w, addr, 16, TOUCH_READ | TOUCH_WRITE, 1, clock_epoch(w), "atomic");
+            sync_write(w, key, (flags & ACC_RELEASE) != 0, 1);
         }
         pthread_mutex_lock(&lock);
         memcpy(old, at, 16);
@@ -230,7 +242,8 @@ static int atom_b128(Warp *w, const Ins *ins, uint32_t m)
         if (shared)
             shared_strong_end(t, off, 16, clock_epoch(w));
         sync_read(w, key, (flags & ACC_ACQUIRE) != 0);
-        sync_write(w, key, (flags & ACC_RELEASE) != 0, 1);
+        if (shared)
+            sync_write(w, key, (flags & ACC_RELEASE) != 0, 1);
         if (ins->arg[1] != SINK)
             memcpy((uint8_t *)operand(w, ins->arg[1]) + 16 * i, old, 16);
     }

@@ -31,6 +31,22 @@ MBarrier *mbar_find(Warp *w, Cta *c, uint32_t off)
     return b;
 }
 
+/* An initialisation is visible to other warps past a barrier, or past fence.mbarrier_init and a relaxed cluster barrier; to the asynchronous proxy
+ * only past a fence.mbarrier_init or fence.proxy.async, also of the warp that made it (PTX ISA: "membar, fence", "Async proxy"). */
+MBarrier *mbar_use(Warp *w, Cta *c, uint32_t off, int async)
+{
+    MBarrier *b = mbar_find(w, c, off);
+    const uint32_t who = EPOCH_WHO(b->init) - 1, clock = EPOCH_CLOCK(b->init);
+    if (w->vc[who] < clock && !(w->inits && w->inits[who] >= clock))
+        fault(w, ERR_RACE, "warp %d of CTA %d uses the mbarrier at shared offset %u of CTA %d, and is not ordered after its mbarrier.init by warp %d "
+              "(missing barrier%s)", w->id, w->cta->rank, off, c->rank, b->by->id,
+              c->cluster->n_ctas > 1 ? ", or fence.mbarrier_init before a relaxed barrier.cluster" : "");
+    if (async && b->by->init_fence < clock && !proxy_fenced(w, b->init))
+        fault(w, ERR_PROXY, "the asynchronous proxy uses the mbarrier at shared offset %u of CTA %d, initialised by warp %d with no fence.mbarrier_init "
+              "or fence.proxy.async in between", off, c->rank, b->by->id);
+    return b;
+}
+
 static void complete_if_due(Cluster *c, Warp *w, MBarrier *b)
 {
     if (b->pending)
@@ -90,7 +106,7 @@ static MBarrier *at(Warp *w, const Ins *ins, int arg, int lane, Cta **cta)
     uint32_t off = shared_offset(w, addr, 8, 8, cta);
     if (*cta != w->cta)
         check_present(w, *cta, "access to an mbarrier");
-    return mbar_find(w, *cta, off);
+    return mbar_use(w, *cta, off, 0);
 }
 
 
@@ -117,6 +133,8 @@ static int mbar_init(Warp *w, const Ins *ins, uint32_t m)
         b->count = b->pending = count;
         b->tx = 0;
         b->phase = 0;
+        b->init = clock_epoch(w);
+        b->by = w;
         clear_clock(c->cluster, b->vc);
         clear_clock(c->cluster, b->done_vc);
         memset(c->shared.state + off, ST_MBAR, 8);
@@ -328,7 +346,12 @@ static int cluster_arrive(Warp *w, const Ins *ins, uint32_t m)
     c->activity++;
     if (!ins->imm[1])
         clock_release(w, c->barrier.vc);
+    else if (w->fenced) /* a fence makes a release of it */
+        clock_join(c, c->barrier.vc, w->fenced);
+    if (w->init_fence)
+        c->barrier.inits[w->gid] = w->init_fence;
     if (++c->barrier.got == (uint32_t)c->n_warps) {
+        memcpy(c->barrier.done_inits, c->barrier.inits, c->n_clock * sizeof *c->barrier.inits);
         c->barrier.got = 0;
         c->barrier.phase++;
         memcpy(c->barrier.done_vc, c->barrier.vc, c->n_clock * sizeof *c->barrier.vc);
@@ -350,6 +373,17 @@ static int cluster_wait(Warp *w, const Ins *ins, uint32_t m)
         return RETRY;
     }
     clock_acquire(w, c->barrier.done_vc);
+    if (!w->inits)
+        w->inits = new_clock(c);
+    clock_join(c, w->inits, c->barrier.done_inits);
+    return NEXT;
+}
+
+/* fence.mbarrier_init: concerns what the warp has initialised before, and nothing else. */
+static int fence_init(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)ins, (void)m;
+    w->init_fence = w->vc[w->gid]++;
     return NEXT;
 }
 
@@ -362,6 +396,12 @@ void barrier_report(Cta *c, char *out, size_t n)
         if (b->pending != b->count || b->tx)
             used += snprintf(out + used, n - used, "\n    CTA %d mbarrier at shared offset %u: phase %llu, %u of %u arrivals missing, tx-count %lld",
                              c->rank, b->addr, (unsigned long long)b->phase, b->pending, b->count, (long long)b->tx);
+    int resizes = 0;
+    for (int i = 0; i < c->n_warps; i++)
+        for (int j = 0; j < c->warp[i].n_frag; j++)
+            resizes |= c->warp[i].frag[j].waiting && c->warp[i].frag[j].why && strstr(c->warp[i].frag[j].why, "pool of registers");
+    if (resizes && used + 160 < n)
+        used += snprintf(out + used, n - used, "\n    CTA %d has %u registers in its pool", c->rank, c->registers);
     for (int i = 0; i < 16 && used + 160 < n; i++)
         if (c->named[i].got)
             used += snprintf(out + used, n - used, "\n    CTA %d barrier %d: %u of %u threads (warps %#x)", c->rank, i, c->named[i].got,
@@ -373,6 +413,11 @@ void barrier_finish(Cta *c)
     for (int i = 0; i < 16; i++)
         if (c->named[i].got)
             fault(&c->warp[0], ERR_BARRIER, "the kernel ends with barrier %d incomplete: %u of %u threads", i, c->named[i].got, c->named[i].need);
+    for (int i = 0; i < c->n_warps; i++)
+        for (int j = i & ~3; j < i; j++)
+            if (c->warp[i].resized != c->warp[j].resized)
+                fault(&c->warp[i], ERR_BARRIER, "the kernel ends, and warps %d and %d of one warpgroup have executed %u and %u setmaxnreg", j, i,
+                      c->warp[j].resized, c->warp[i].resized);
     for (MBarrier *b = c->mbar; b; b = b->next)
         if (b->tx)
             note(c->cluster->launch, "the kernel ends with %lld transaction bytes outstanding on the mbarrier at shared offset %u",
@@ -383,5 +428,6 @@ static const Entry barriers[] = {
     {"mbarrier.init", mbar_init}, {"mbarrier.inval", mbar_inval}, {"mbarrier.arrive", mbar_arrive_op},
     {"mbarrier.expect_tx", mbar_expect_tx}, {"mbarrier.complete_tx", mbar_complete_tx_op}, {"mbarrier.wait", mbar_wait},
     {"bar", bar}, {"bar.red", bar_red}, {"barrier.cluster.arrive", cluster_arrive}, {"barrier.cluster.wait", cluster_wait},
+    {"fence.mbarrier_init", fence_init},
 };
 REGISTER(barriers)

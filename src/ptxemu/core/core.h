@@ -70,6 +70,8 @@ struct Ins {
     int32_t rank;       /* running order of its basic block */
     int32_t line;       /* in the PTX text */
     int32_t n_written;  /* arg[n] and on: of the operands, registers of wgmma that it writes (INS_HELD) */
+    int32_t rule;       /* RULE_*: how undefined bits pass through it */
+    const uint8_t *form; /* of every operand: FORM_* */
 };
 #define NO_GUARD INT32_MIN
 #define SINK (INT32_MIN + 1)
@@ -83,6 +85,7 @@ struct Program {
     uint32_t static_shared, dynamic_base, local_bytes, param_bytes;
     int32_t arch;                        /* 90, 100 */
     int32_t held_end;                    /* registers from SR_END to here are accumulators and operands A of wgmma */
+    int32_t max_registers, min_ctas;     /* .maxnreg and .minnctapersm, 0: not given */
 };
 
 /* Special registers: offsets of 32-lane uint32_t (or uint64_t) values that a warp finds filled in. */
@@ -120,14 +123,19 @@ struct Warp {
     Frag frag[LANES];
     int n_frag, cur;     /* cur: the fragment that runs */
     uint32_t split;      /* see SPLIT */
-    uint32_t max_registers; /* of setmaxnreg; 0: as launched */
+    uint32_t max_registers; /* a thread, as setmaxnreg left it */
+    uint32_t resized;    /* setmaxnreg executed */
+    const Ins *resize;   /* the last of them */
     uint64_t cluster_phase; /* of barrier.cluster that it arrived for */
+    uint32_t init_fence; /* its clock at its last fence.mbarrier_init: what it initialised until then is published by relaxed cluster barriers */
+    uint32_t *inits;     /* such clocks of other warps that it has seen; NULL: none */
     const Ins *at;       /* the instruction that runs, for reports */
     uint32_t *vc;        /* its vector clock: cluster->n_clock components */
     struct WgState *wg;  /* wgmma: see wgmma.c */
     struct CpState *cp;  /* cp.async and bulk groups: see async.c */
     uint32_t *fenced;    /* its vector at its last fence, and ... */
     uint32_t *observed;  /* what relaxed reads saw since then: see sync.c; NULL: none */
+    struct Undefined *undefined; /* bits of its registers that were never written: see defined.c; NULL: none were read */
     uint64_t retired;    /* instructions executed */
 };
 
@@ -153,6 +161,8 @@ typedef struct MBarrier {
     int64_t tx;
     uint64_t phase;
     uint32_t *vc, *done_vc;
+    uint32_t init;       /* epoch of its initialisation */
+    const Warp *by;
     struct MBarrier *next;
 } MBarrier;
 
@@ -175,6 +185,7 @@ struct Cta {
     NamedBarrier named[16];
     uint8_t *local;          /* local memory of all threads */
     struct Tensor *tensor;   /* tensor memory: see tensor.c */
+    uint32_t registers;      /* in the pool of setmaxnreg */
 };
 
 /* A fence.proxy.async of one warp: its vector then. The fence is at clock vc[warp]. */
@@ -205,10 +216,12 @@ struct Cluster {
     uint32_t copies;         /* completed asynchronous copies: the last clock component's source */
     Async *queue[3];         /* operations in flight, by kind; oldest first */
     struct Places *places;   /* locations that were released: see sync.c */
+    uint32_t index;          /* of the launch's clusters */
+    struct Acquired *acquired; /* what it knows of other clusters: see race.c */
     uint64_t activity;       /* counts everything that another warp may wait for */
     uint64_t rng;
     int keep, kept;          /* shuffled: turns for which a warp is kept back so that others get ahead of it, and which (none: past the last) */
-    struct { uint64_t phase; uint32_t got, need; uint32_t *vc, *done_vc; } barrier; /* barrier.cluster */
+    struct { uint64_t phase; uint32_t got, need; uint32_t *vc, *done_vc, *inits, *done_inits; } barrier; /* barrier.cluster */
     int done;
     Cluster *next;           /* of the clusters that a worker holds */
 };
@@ -229,6 +242,8 @@ struct Launch {
     int32_t workers;
     int32_t quantum;          /* instructions a warp runs before the next has its turn */
     uint64_t limit;           /* instructions without anything happening before a cluster counts as stuck */
+    int32_t races;            /* look for races in global memory */
+    int32_t loads_end_by_use; /* a tcgen05.ld is complete where its registers are used */
     /* results */
     volatile int32_t error;   /* ERR_* of the first fault */
     int32_t error_line;       /* PTX line, or 0 */
@@ -239,6 +254,7 @@ struct Launch {
     uint64_t instructions;
     uint32_t next_cluster;    /* counter */
     volatile uint64_t progress; /* counts slices of clusters in which something happened */
+    struct Races *race;       /* see race.c; NULL: they are not looked for */
 };
 
 struct Worker {
@@ -275,15 +291,29 @@ void shared_init(Cta *c, uint32_t bytes);
 void shared_free(Cta *c);
 uint32_t shared_offset(Warp *w, uint32_t addr, uint32_t bytes, uint32_t align, Cta **cta); /* of a shared (or cluster) address */
 void check_present(Warp *w, const Cta *c, const char *what);                               /* has the other CTA of the cluster threads left? */
-void shared_read(Warp *w, Cta *c, uint32_t off, uint32_t bytes, void *out);                /* generic proxy, ordered */
+int shared_defined(const Cta *c, uint32_t off, uint32_t bytes);                            /* was all of it written, with defined values? */
+void shared_check_defined(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what);
+int shared_read(Warp *w, Cta *c, uint32_t off, uint32_t bytes, void *out);                 /* generic proxy, ordered; returns 1 unless all is defined */
 void shared_write(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const void *in);
+int proxy_fenced(Warp *w, uint32_t epoch);                                                 /* is such a fence between that epoch and the present? */
 void proxy_fence(Warp *w);                                                                 /* fence.proxy.async */
 /* asynchronous proxy, in 16-byte rows: an offset list */
-void async_read_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what);
+int async_read_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what);     /* returns 1 unless all is defined */
 void async_read_end(Warp *w, Cta *c, uint32_t off, uint32_t bytes);                        /* w: the warp that waited, or NULL */
-void async_read_rows(Warp *w, Cta *c, const uint32_t *row, int n, int component, uint32_t clock, const char *what); /* wgmma's */
+int async_read_rows(Warp *w, Cta *c, const uint32_t *row, int n, int component, uint32_t clock, const char *what); /* wgmma's */
 void async_write_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what);
 void async_write_end(Cta *c, uint32_t off, uint32_t bytes, const void *in, uint32_t epoch);
+
+/* defined.c */
+void undefined_guard(Warp *w, const Ins *ins, uint32_t mask); /* faults where the guard of a lane is undefined */
+void undefined_step(Warp *w, const Ins *ins, uint32_t m);     /* what an instruction that is about to run does to definedness */
+void undefined_free(Warp *w);
+size_t undefined_report(const Warp *w, char *out, size_t n);  /* the warp's first read of what was never written, if there is one */
+
+/* race.c */
+struct Races *race_new(void);
+void race_free(struct Races *r);
+void race_forget(Cluster *c);
 
 /* sync.c */
 void memory_fence(Warp *w);
@@ -294,6 +324,7 @@ void global_check(Warp *w, uint64_t addr, uint32_t bytes, uint32_t align, const 
 
 /* barrier.c */
 MBarrier *mbar_find(Warp *w, Cta *c, uint32_t off);
+MBarrier *mbar_use(Warp *w, Cta *c, uint32_t off, int async); /* and check that its initialisation is visible to the warp, or the async proxy */
 void mbar_arrive(Warp *w, MBarrier *b, uint32_t n, int64_t tx, uint32_t drop, const uint32_t *vc);
 void mbar_complete_tx(Cluster *c, Warp *w, MBarrier *b, int64_t bytes, uint32_t epoch);
 void barrier_report(Cta *c, char *out, size_t n); /* barriers in mid-phase */

@@ -236,6 +236,8 @@ static int run_frag(Warp *w, int i, int quantum)
         }
         uint32_t m = mask;
         if (ins->guard != NO_GUARD) {
+            if (w->undefined)
+                undefined_guard(w, ins, mask);
             uint32_t g = *(uint32_t *)operand(w, ins->guard);
             m &= ins->guard_not ? ~g : g;
         }
@@ -276,6 +278,8 @@ static int run_frag(Warp *w, int i, int quantum)
         }
         if (ins->flags & INS_HELD && w->wg)
             wgmma_touch(w, ins);
+        if (w->undefined)
+            undefined_step(w, ins, m);
         switch (ins->fn(w, ins, m)) {
         case NEXT:
             pc++;
@@ -358,6 +362,16 @@ static void special_registers(Warp *w)
     fill(w, SR_WARP_SZ, LANES);
 }
 
+/* Registers of a thread that a kernel is launched with: what it names, else the most that lets so many CTAs run on an SM, as ptxas chooses where
+ * there is a setmaxnreg. */
+static uint32_t registers_at_launch(const Program *p, int threads)
+{
+    if (p->max_registers)
+        return (p->max_registers + 7) / 8 * 8;
+    const uint32_t most = 65536u / (p->min_ctas > 1 ? p->min_ctas : 1) / ((threads + LANES - 1) / LANES * LANES) / 8 * 8;
+    return most > 256 ? 256 : most;
+}
+
 static void start_cta(Cluster *cl, int rank, const uint32_t origin[3])
 {
     Launch *l = cl->launch;
@@ -379,6 +393,7 @@ static void start_cta(Cluster *cl, int rank, const uint32_t origin[3])
         w->gid = rank * c->n_warps + i;
         w->reg = emu_alloc(p->reg_bytes);
         w->constants = p->constants + rank * p->constant_stride;
+        w->max_registers = registers_at_launch(p, c->n_threads);
         w->vc = emu_alloc(cl->n_clock * sizeof(uint32_t));
         w->vc[w->gid] = 1;
         int lanes = c->n_threads - i * LANES;
@@ -396,6 +411,7 @@ static Cluster *start_cluster(Worker *k, uint32_t index)
     Cluster *c = emu_alloc(sizeof *c);
     c->launch = l;
     c->worker = k;
+    c->index = index;
     c->n_ctas = l->cluster[0] * l->cluster[1] * l->cluster[2];
     int warps = (l->block[0] * l->block[1] * l->block[2] + LANES - 1) / LANES * c->n_ctas;
     c->n_warps = warps;
@@ -403,6 +419,8 @@ static Cluster *start_cluster(Worker *k, uint32_t index)
     c->fence = emu_alloc(warps * sizeof *c->fence);
     c->barrier.vc = emu_alloc(c->n_clock * sizeof(uint32_t));
     c->barrier.done_vc = emu_alloc(c->n_clock * sizeof(uint32_t));
+    c->barrier.inits = emu_alloc(c->n_clock * sizeof(uint32_t));
+    c->barrier.done_inits = emu_alloc(c->n_clock * sizeof(uint32_t));
     c->rng = l->seed * 0x2545f4914f6cdd1du + index;
     c->cta = emu_alloc(c->n_ctas * sizeof(Cta));
     uint32_t n[3], origin[3];
@@ -433,6 +451,8 @@ static void free_cluster(Cluster *c)
             free(t->warp[i].wg);
             free(t->warp[i].fenced);
             free(t->warp[i].observed);
+            free(t->warp[i].inits);
+            undefined_free(&t->warp[i]);
         }
         for (MBarrier *b = t->mbar, *next; b; b = next) {
             next = b->next;
@@ -456,8 +476,11 @@ static void free_cluster(Cluster *c)
     }
     free(c->fence);
     sync_free(c);
+    race_forget(c);
     free(c->barrier.vc);
     free(c->barrier.done_vc);
+    free(c->barrier.inits);
+    free(c->barrier.done_inits);
     free(c->cta);
     free(c);
 }
@@ -484,6 +507,7 @@ static void deadlock(Cluster *c, const char *how)
                 if (f->waiting && f->what >= 0)
                     used += snprintf(text + used, sizeof text - used, " %d", f->what);
                 used += snprintf(text + used, sizeof text - used, " at PTX line %d", ins->line);
+                used += undefined_report(&t->warp[i], text + used, sizeof text - used);
             }
         if (used < sizeof text - 400) {
             barrier_report(t, text + used, sizeof text - used - 1);
@@ -651,6 +675,7 @@ int emu_launch(Launch *l)
     if ((uint32_t)n > total)
         n = total;
     l->workers = n;
+    l->race = l->races ? race_new() : NULL;
     Worker *k = emu_alloc(n * sizeof *k);
     pthread_t *thread = emu_alloc(n * sizeof *thread);
     for (int i = 0; i < n; i++) {
@@ -663,5 +688,7 @@ int emu_launch(Launch *l)
         pthread_join(thread[i], NULL);
     free(k);
     free(thread);
+    race_free(l->race);
+    l->race = NULL;
     return l->error;
 }

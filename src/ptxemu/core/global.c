@@ -1,6 +1,8 @@
 /* Ranges of global memory that a kernel may touch, and the kernel's parameters. */
 #include "memory.h"
 
+#include <stdio.h>
+
 static int inside(const Range *r, uint64_t lo, uint64_t hi) { return lo >= r->lo && hi <= r->hi; }
 
 /* The range that holds [lo, hi), or NULL. Neighbouring accesses mostly hit the same one. */
@@ -52,6 +54,15 @@ static _Noreturn void outside(Warp *w, uint64_t addr, uint64_t bytes, const char
         out_of_range(w, near, addr, bytes, what);
     fault(w, ERR_MEMORY, "%s of %llu bytes at global address %#llx: the launch has no global memory", what, (unsigned long long)bytes,
           (unsigned long long)addr);
+}
+
+void global_name(const Launch *l, uint64_t addr, char *out, size_t n)
+{
+    const Range *r = find(l, addr, addr + 1);
+    if (r)
+        snprintf(out, n, "offset %lld of %s", (long long)(addr - r->lo), r->name);
+    else
+        snprintf(out, n, "global address %#llx", (unsigned long long)addr);
 }
 
 void global_check(Warp *w, uint64_t addr, uint32_t bytes, uint32_t align, const char *what)

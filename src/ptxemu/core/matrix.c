@@ -26,11 +26,18 @@ static int ldmatrix(Warp *w, const Ins *ins, uint32_t m)
     uint64_t addr[LANES];
     uint16_t matrix[4 * 64];
     lane_addresses(w, ins->arg[0], ins->imm[0], ins->imm[1] & ACC_WIDE, addr);
-    shared_gather(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (uint8_t *)matrix);
+    Unwritten u;
+    u.any = 0;
+    shared_gather(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (uint8_t *)matrix, &u);
     for (int j = 0; j < n; j++) {
         uint32_t *d = operand(w, ins->arg[1 + j]);
         for (uint32_t i = 0; i < LANES; i++)
             d[i] = fragment(matrix + 64 * j, i, transposed);
+        uint32_t shadow[LANES];
+        for (uint32_t i = 0; u.any && i < LANES; i++)
+            shadow[i] = fragment((const uint16_t *)u.bits + 64 * j, i, transposed);
+        if (u.any || w->undefined)
+            undefined_set(w, ins->arg[1 + j], 4, FULL, u.any ? shadow : NULL, u.origin);
     }
     return NEXT;
 }
@@ -47,7 +54,15 @@ static int stmatrix(Warp *w, const Ins *ins, uint32_t m)
         for (uint32_t i = 0; i < LANES; i++)
             set_fragment(matrix + 64 * j, i, transposed, s[i]);
     }
-    shared_scatter(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (const uint8_t *)matrix);
+    uint16_t undefined[4 * 64] = {0};
+    int any = 0;
+    for (int j = 0; w->undefined && j < n; j++) {
+        const uint32_t *s = (const uint32_t *)undefined_bits(w, ins->arg[1 + j]);
+        for (uint32_t i = 0; s && i < LANES; i++)
+            set_fragment(undefined + 64 * j, i, transposed, s[i]);
+        any |= s != NULL;
+    }
+    shared_scatter(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (const uint8_t *)matrix, any ? (const uint8_t *)undefined : NULL);
     return NEXT;
 }
 
@@ -60,8 +75,18 @@ static int movmatrix(Warp *w, const Ins *ins, uint32_t m)
     uint32_t *d = operand(w, ins->arg[0]);
     for (uint32_t i = 0; i < LANES; i++)
         set_fragment(matrix, i, 0, a[i]);
-    for (uint32_t i = 0; i < LANES; i++)
+    const uint32_t *s = w->undefined ? (const uint32_t *)undefined_bits(w, ins->arg[1]) : NULL;
+    uint16_t undefined[64];
+    uint32_t shadow[LANES];
+    for (uint32_t i = 0; s && i < LANES; i++)
+        set_fragment(undefined, i, 0, s[i]);
+    for (uint32_t i = 0; i < LANES; i++) {
         d[i] = fragment(matrix, i, 1);
+        if (s)
+            shadow[i] = fragment(undefined, i, 1);
+    }
+    if (w->undefined)
+        undefined_set(w, ins->arg[0], 4, FULL, s ? shadow : NULL, s ? undefined_origin(w, ins->arg[1]) : (Origin){0});
     return NEXT;
 }
 

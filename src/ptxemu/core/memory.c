@@ -36,8 +36,23 @@ static inline void places(Warp *w, uint32_t m, const uint64_t *addr, uint32_t by
     }
 }
 
+/* Notes the bytes of [off, off + bytes) that are undefined as those of the lanes' data from `at` on. */
+void unwritten_mark(Warp *w, Unwritten *u, const Cta *c, uint32_t off, uint32_t bytes, uint32_t at)
+{
+    if (!u->any)
+        memset(u->bits, 0, sizeof u->bits);
+    for (uint32_t i = 0; i < bytes; i++) {
+        if (c->shared.state[off + i] == ST_VALID)
+            continue;
+        u->bits[at + i] = 0xff;
+        if (!u->any)
+            u->origin = (Origin){.line = w->at->line, .at = off + i};
+        u->any = 1;
+    }
+}
+
 /* Read `bytes` for every lane into out[lane * bytes]; lanes that follow each other in memory are read at once. */
-void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, uint8_t *out)
+void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, uint8_t *out, Unwritten *u)
 {
     Place at[LANES];
     places(w, m, addr, bytes, align, own, "load", at);
@@ -45,17 +60,21 @@ void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, ui
         uint32_t first = __builtin_ctz(rest), end = first + 1;
         while (end < LANES && rest >> end & 1 && at[end].cta == at[first].cta && at[end].off == at[first].off + (end - first) * bytes)
             end++;
-        shared_read(w, at[first].cta, at[first].off, (end - first) * bytes, out + first * bytes);
+        int undefined = shared_read(w, at[first].cta, at[first].off, (end - first) * bytes, out + first * bytes);
+        if (undefined)
+            unwritten_mark(w, u, at[first].cta, at[first].off, (end - first) * bytes, first * bytes);
         rest = end < LANES ? rest & ~((1u << end) - 1) : 0;
         while (rest && __builtin_ctz(rest) == (int)end && at[end].cta == at[end - 1].cta && at[end].off == at[end - 1].off) {
             memcpy(out + end * bytes, out + (end - 1) * bytes, bytes); /* lanes that read the same */
+            if (undefined)
+                memcpy(u->bits + end * bytes, u->bits + (end - 1) * bytes, bytes);
             rest &= rest - 1;
             end++;
         }
     }
 }
 
-void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, const uint8_t *in)
+void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, const uint8_t *in, const uint8_t *undefined)
 {
     Place at[LANES];
     places(w, m, addr, bytes, align, own, "store", at);
@@ -64,6 +83,9 @@ void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, u
         while (end < LANES && rest >> end & 1 && at[end].cta == at[first].cta && at[end].off == at[first].off + (end - first) * bytes)
             end++;
         shared_write(w, at[first].cta, at[first].off, (end - first) * bytes, in + first * bytes);
+        for (uint32_t i = 0; undefined && i < (end - first) * bytes; i++)
+            if (undefined[first * bytes + i])
+                at[first].cta->shared.state[at[first].off + i] = ST_NONE;
         rest = end < LANES ? rest & ~((1u << end) - 1) : 0;
     }
     w->cta->cluster->activity++;
@@ -150,7 +172,7 @@ static void strong_store(uint8_t *to, const uint8_t *from, uint32_t element)
     }
 }
 
-static void strong_gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, uint8_t *out)
+static void strong_gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, uint8_t *out, Unwritten *u)
 {
     const uint32_t element = ACC_ELEMENT(flags), bytes = element * ACC_COUNT(flags);
     FOR_LANES(i, m) {
@@ -162,6 +184,8 @@ static void strong_gather(Warp *w, uint32_t m, const uint64_t *addr, int space, 
             shared_strong_begin(w, c, off, bytes, TOUCH_READ, "strong load");
             key = shared_key(c, off);
             from = c->shared.data + off;
+            if (!shared_defined(c, off, bytes))
+                unwritten_mark(w, u, c, off, bytes, i * bytes);
         }
         for (uint32_t j = 0; j < bytes; j += element)
             strong_load(from + j, out + i * bytes + j, element);
@@ -169,7 +193,7 @@ static void strong_gather(Warp *w, uint32_t m, const uint64_t *addr, int space, 
     }
 }
 
-static void strong_scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, const uint8_t *in)
+static void strong_scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, const uint8_t *in, const uint8_t *undefined)
 {
     const uint32_t element = ACC_ELEMENT(flags), bytes = element * ACC_COUNT(flags);
     FOR_LANES(i, m) {
@@ -182,6 +206,9 @@ static void strong_scatter(Warp *w, uint32_t m, const uint64_t *addr, int space,
             shared_strong_end(c, off, bytes, clock_epoch(w));
             key = shared_key(c, off);
             to = c->shared.data + off;
+            for (uint32_t j = 0; undefined && j < bytes; j++)
+                if (undefined[i * bytes + j])
+                    c->shared.state[off + j] = ST_NONE;
         }
         sync_write(w, key, (flags & ACC_RELEASE) != 0, 0);
         for (uint32_t j = 0; j < bytes; j += element)
@@ -214,25 +241,42 @@ static uint8_t *local_place(Warp *w, uint32_t lane, uint64_t addr, uint32_t byte
     return w->cta->local + ((size_t)w->id * LANES + lane) * size + off;
 }
 
+static void local_shadow(Warp *w, uint32_t lane, uint64_t addr, uint32_t bytes, Unwritten *u)
+{
+    const uint8_t *shadow = undefined_local(w, lane, addr & 0xffffffffu, 0);
+    for (uint32_t j = 0; shadow && j < bytes; j++) {
+        if (!shadow[j])
+            continue;
+        if (!u->any) {
+            memset(u->bits, 0, sizeof u->bits);
+            u->origin = *undefined_local_origin(w);
+        }
+        u->any = 1;
+        u->bits[lane * bytes + j] = shadow[j];
+    }
+}
+
 #define COPY_LANES(n, to, from)                                                                                                         \
     case n:                                                                                                                             \
         EACH_LANE(memcpy(to, from, n))                                                                                                  \
         break
 
-static void gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, uint8_t *out)
+static void gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, uint8_t *out, Unwritten *u)
 {
     const uint32_t bytes = ACC_ELEMENT(flags) * ACC_COUNT(flags);
     switch (space) {
     case SPACE_SHARED:
         if (flags & ACC_STRONG)
-            strong_gather(w, m, addr, space, flags, out);
+            strong_gather(w, m, addr, space, flags, out, u);
         else
-            shared_gather(w, m, addr, bytes, bytes, (flags & ACC_OWN) != 0, out);
+            shared_gather(w, m, addr, bytes, bytes, (flags & ACC_OWN) != 0, out, u);
         return;
     case SPACE_GLOBAL:
         global_check_lanes(w, m, addr, bytes, bytes, "load");
+        if (races(w))
+            race_lanes(w, m, addr, bytes, TOUCH_READ, (flags & ACC_STRONG) != 0, "load");
         if (flags & ACC_STRONG) {
-            strong_gather(w, m, addr, space, flags, out);
+            strong_gather(w, m, addr, space, flags, out, u);
             return;
         }
         switch (bytes) {
@@ -245,7 +289,10 @@ static void gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t
         }
         return;
     case SPACE_LOCAL:
-        FOR_LANES(i, m) memcpy(out + i * bytes, local_place(w, i, addr[i], bytes, "load"), bytes);
+        FOR_LANES(i, m) {
+            memcpy(out + i * bytes, local_place(w, i, addr[i], bytes, "load"), bytes);
+            local_shadow(w, i, addr[i], bytes, u);
+        }
         return;
     case SPACE_PARAM:
         FOR_LANES(i, m) {
@@ -258,24 +305,30 @@ static void gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t
     FOR_LANES(i, m) in[window(w, addr[i])] |= 1u << i;
     for (int s = SPACE_GLOBAL; s <= SPACE_PARAM; s++)
         if (in[s])
-            gather(w, in[s], addr, s, flags & ~ACC_OWN, out);
+            gather(w, in[s], addr, s, flags & ~ACC_OWN, out, u);
 }
 
-static void scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, const uint8_t *in)
+static void scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t flags, const uint8_t *in, const uint8_t *undefined, Origin origin)
 {
     const uint32_t bytes = ACC_ELEMENT(flags) * ACC_COUNT(flags);
     switch (space) {
     case SPACE_SHARED:
         if (flags & ACC_STRONG)
-            strong_scatter(w, m, addr, space, flags, in);
+            strong_scatter(w, m, addr, space, flags, in, undefined);
         else
-            shared_scatter(w, m, addr, bytes, bytes, (flags & ACC_OWN) != 0, in);
+            shared_scatter(w, m, addr, bytes, bytes, (flags & ACC_OWN) != 0, in, undefined);
         return;
     case SPACE_GLOBAL:
         global_check_lanes(w, m, addr, bytes, bytes, "store");
+        if (undefined)
+            FOR_LANES(i, m) for (uint32_t j = 0; j < bytes; j++)
+                if (undefined[i * bytes + j])
+                    undefined_fault(w, "a value stored to global memory", origin);
+        if (races(w))
+            race_lanes(w, m, addr, bytes, TOUCH_WRITE, (flags & ACC_STRONG) != 0, "store");
         w->cta->cluster->activity++;
         if (flags & ACC_STRONG) {
-            strong_scatter(w, m, addr, space, flags, in);
+            strong_scatter(w, m, addr, space, flags, in, undefined);
             return;
         }
         switch (bytes) {
@@ -288,7 +341,16 @@ static void scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_
         }
         return;
     case SPACE_LOCAL:
-        FOR_LANES(i, m) memcpy(local_place(w, i, addr[i], bytes, "store"), in + i * bytes, bytes);
+        FOR_LANES(i, m) {
+            memcpy(local_place(w, i, addr[i], bytes, "store"), in + i * bytes, bytes);
+            uint8_t *shadow = undefined_local(w, i, addr[i] & 0xffffffffu, undefined != NULL);
+            if (shadow && undefined)
+                memcpy(shadow, undefined + i * bytes, bytes);
+            else if (shadow)
+                memset(shadow, 0, bytes);
+            if (undefined)
+                *undefined_local_origin(w) = origin;
+        }
         return;
     case SPACE_PARAM:
         fault(w, ERR_MEMORY, "store to the kernel's parameters (generic address %#llx)", (unsigned long long)addr[__builtin_ctz(m)]);
@@ -297,7 +359,7 @@ static void scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_
     FOR_LANES(i, m) to[window(w, addr[i])] |= 1u << i;
     for (int s = SPACE_GLOBAL; s <= SPACE_PARAM; s++)
         if (to[s])
-            scatter(w, to[s], addr, s, flags & ~ACC_OWN, in);
+            scatter(w, to[s], addr, s, flags & ~ACC_OWN, in, undefined, origin);
 }
 
 /* ld d..., [a]: operands a, d... A strong load lets the other warps have a turn: it may be what a loop waits on. */
@@ -307,13 +369,39 @@ static int ld(Warp *w, const Ins *ins, uint32_t m)
     const uint32_t element = ACC_ELEMENT(flags), n = ACC_COUNT(flags);
     uint64_t addr[LANES];
     uint8_t buffer[LANES * 32];
+    Unwritten u;
+    u.any = 0;
     lane_addresses(w, ins->arg[0], ins->imm[0], flags & ACC_WIDE, addr);
-    gather(w, m, addr, ACC_SPACE(flags), flags, buffer);
+    gather(w, m, addr, ACC_SPACE(flags), flags, buffer, &u);
     for (uint32_t j = 0; j < n; j++)
         if (ins->arg[1 + j] != SINK)
             to_register(operand(w, ins->arg[1 + j]), buffer + j * element, element * n, element, ACC_REG(flags),
                         (flags & ACC_SIGNED) != 0, m);
+    for (uint32_t j = 0; (u.any || w->undefined) && j < n; j++) {
+        uint8_t shadow[LANES * 16];
+        if (u.any)
+            to_register(shadow, u.bits + j * element, element * n, element, ACC_REG(flags), (flags & ACC_SIGNED) != 0, m);
+        undefined_set(w, ins->arg[1 + j], ACC_REG(flags), m, u.any ? shadow : NULL, u.origin);
+    }
     return flags & ACC_STRONG ? YIELD : NEXT;
+}
+
+static void store_undefined(Warp *w, const Ins *ins, uint32_t m, const uint64_t *addr, const uint8_t *data)
+{
+    const int64_t flags = ins->imm[1];
+    const uint32_t element = ACC_ELEMENT(flags), n = ACC_COUNT(flags);
+    uint8_t bits[LANES * 32] = {0};
+    Origin origin = {0};
+    int any = 0;
+    for (uint32_t j = 0; j < n; j++) {
+        const uint8_t *shadow = undefined_bits(w, ins->arg[1 + j]);
+        if (!shadow)
+            continue;
+        from_register(bits + j * element, element * n, shadow, element, ACC_REG(flags), m);
+        origin = undefined_origin(w, ins->arg[1 + j]);
+        any = 1;
+    }
+    scatter(w, m, addr, ACC_SPACE(flags), flags, data, any ? bits : NULL, origin);
 }
 
 /* st [a], b...: operands a, b... */
@@ -326,7 +414,11 @@ static int st(Warp *w, const Ins *ins, uint32_t m)
     lane_addresses(w, ins->arg[0], ins->imm[0], flags & ACC_WIDE, addr);
     for (uint32_t j = 0; j < n; j++)
         from_register(buffer + j * element, element * n, operand(w, ins->arg[1 + j]), element, ACC_REG(flags), m);
-    scatter(w, m, addr, ACC_SPACE(flags), flags, buffer);
+    if (w->undefined) {
+        store_undefined(w, ins, m, addr, buffer);
+        return NEXT;
+    }
+    scatter(w, m, addr, ACC_SPACE(flags), flags, buffer, NULL, (Origin){0});
     return NEXT;
 }
 

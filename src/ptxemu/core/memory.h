@@ -1,6 +1,6 @@
 /* What the instructions that access memory share: operand words, ranges of global memory, reductions, order over strong accesses. */
 #pragma once
-#include "core.h"
+#include "defined.h"
 
 #include <string.h>
 
@@ -45,15 +45,31 @@ static inline uint64_t lane_address(Warp *w, int32_t arg, int64_t offset, int wi
     return ((const uint32_t *)operand(w, arg))[lane] + (uint32_t)offset;
 }
 
+enum { TOUCH_READ = 1, TOUCH_WRITE = 2, TOUCH_ASYNC = 4, TOUCH_SAME = 8 /* the write changes nothing */ };
+
 /* global.c */
 void global_check_lanes(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, const char *what);
 void global_check_span(Warp *w, uint64_t lo, uint64_t hi, const char *what); /* [lo, hi), in one range */
 void global_check_param(Warp *w, uint64_t addr, uint32_t bytes, const char *what);
 
+void global_name(const Launch *l, uint64_t addr, char *out, size_t n);
+
+/* race.c: accesses of global memory, where races are looked for */
+void race_access(Warp *w, uint64_t lo, uint64_t bytes, int touch, int strong, uint32_t epoch, const char *what); /* by this epoch */
+void race_lanes(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, int touch, int strong, const char *what);
+void race_release(Warp *w, uint64_t key, int release, int keep);
+void race_acquire(Warp *w, uint64_t key, int acquire);
+void race_fence(Warp *w);
+static inline int races(const Warp *w) { return w->cta->cluster->launch->race != NULL; }
+
 /* memory.c */
 uint32_t shared_place(Warp *w, uint64_t addr, uint32_t bytes, uint32_t align, int own, const char *what, Cta **cta);
-void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, uint8_t *out);
-void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, const uint8_t *in);
+/* Bytes of memory that was never written, all ones in `undefined`, laid out as the data of all lanes: 32 bytes a lane at most. */
+typedef struct { Origin origin; int any; uint8_t bits[LANES * 32]; } Unwritten;
+void unwritten_mark(Warp *w, Unwritten *u, const Cta *c, uint32_t off, uint32_t bytes, uint32_t at);
+void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, uint8_t *out, Unwritten *u);
+/* undefined: NULL, or the shadow of `in`. */
+void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, const uint8_t *in, const uint8_t *undefined);
 
 /* atomic.c */
 uint64_t reduce(int op, int type, uint64_t old, uint64_t b, uint64_t c); /* the new value */
@@ -66,7 +82,6 @@ void sync_read(Warp *w, uint64_t key, int acquire);
 void sync_write(Warp *w, uint64_t key, int release, int keep); /* keep: a read-modify-write, which does not end a release sequence */
 
 /* shared.c, for strong accesses and for reductions by the asynchronous proxy */
-enum { TOUCH_READ = 1, TOUCH_WRITE = 2, TOUCH_ASYNC = 4 };
 void shared_strong_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, int touch, const char *what);
 void shared_strong_end(Cta *c, uint32_t off, uint32_t bytes, uint32_t epoch);
 
@@ -86,6 +101,7 @@ typedef struct {
     const Tile *tile;    /* or a tile of this: then `own_tile` */
     Cta *source;         /* or shared memory */
     uint32_t source_off;
+    int undefined;       /* some of the source is */
     int op, type;        /* a reduction, or op -1 */
     uint32_t off, bytes;
     uint32_t ranks;      /* CTAs that receive it: a bit a rank */
@@ -100,6 +116,7 @@ typedef struct {
     uint64_t to;
     int tiled, op, type;
     int have;            /* the bytes have been read from shared memory */
+    int defined;         /* all of them are */
     uint32_t off, bytes;
     Tile tile;
     uint8_t data[];
@@ -113,3 +130,4 @@ void load_barrier(Warp *w, Load *load, uint64_t dst, uint64_t bar, uint32_t alig
 /* tma.c */
 void tile_fetch(const Tile *t, uint32_t off, uint8_t *out);              /* as it lies in shared memory at `off` */
 void tile_put(const Tile *t, uint32_t off, const uint8_t *in, int op);   /* op -1: store */
+void tile_access(Warp *w, const Tile *t, uint32_t off, const uint8_t *in, int strong, uint32_t epoch, const char *what); /* see race_access */

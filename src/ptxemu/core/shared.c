@@ -61,6 +61,7 @@ void check_present(Warp *w, const Cta *c, const char *what)
               what, c->rank);
 }
 
+/* Nothing there may be in flight or an mbarrier. */
 static _Noreturn void bad_read(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
 {
     for (uint32_t i = off; i < off + bytes; i++)
@@ -69,13 +70,11 @@ static _Noreturn void bad_read(Warp *w, Cta *c, uint32_t off, uint32_t bytes, co
             fault(w, ERR_RACE, "%s of shared offset %u while an asynchronous write to it is in flight (missing mbarrier wait)", what, i);
         case ST_MBAR:
             fault(w, ERR_MEMORY, "%s of shared offset %u, which holds a live mbarrier", what, i);
-        case ST_NONE:
-            fault(w, ERR_MEMORY, "%s of uninitialised shared memory at offset %u (%u bytes)", what, i, bytes);
         }
     fault(w, ERR_EMU, "%s of shared offset %u", what, off);
 }
 
-static void check_valid(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
+int shared_defined(const Cta *c, uint32_t off, uint32_t bytes)
 {
     const uint8_t *st = c->shared.state + off;
     uint64_t differ = 0;
@@ -87,8 +86,28 @@ static void check_valid(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const cha
     }
     for (; i < bytes; i++)
         differ |= st[i] ^ ST_VALID;
-    if (differ)
+    return !differ;
+}
+
+/* Returns 1 unless all is defined. */
+static int check_readable(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
+{
+    if (shared_defined(c, off, bytes))
+        return 0;
+    uint8_t any = 0;
+    for (uint32_t i = off; i < off + bytes; i++)
+        any |= c->shared.state[i];
+    if (any & (ST_MBAR | ST_INFLIGHT))
         bad_read(w, c, off, bytes, what);
+    return 1;
+}
+
+void shared_check_defined(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
+{
+    if (check_readable(w, c, off, bytes, what))
+        for (uint32_t i = off; i < off + bytes; i++)
+            if (c->shared.state[i] == ST_NONE)
+                fault(w, ERR_MEMORY, "%s of uninitialised shared memory at offset %u (%u bytes)", what, i, off + bytes - i);
 }
 
 static inline int same16(const uint32_t *e, uint32_t value)
@@ -185,12 +204,13 @@ static void check_writable(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const 
     }
 }
 
-void shared_read(Warp *w, Cta *c, uint32_t off, uint32_t bytes, void *out)
+int shared_read(Warp *w, Cta *c, uint32_t off, uint32_t bytes, void *out)
 {
-    check_valid(w, c, off, bytes, "read");
+    int undefined = check_readable(w, c, off, bytes, "read");
     check_after_writes(w, c, off, bytes, "read");
     mark_read(w, c, off, bytes);
     memcpy(out, c->shared.data + off, bytes);
+    return undefined;
 }
 
 void shared_write(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const void *in)
@@ -247,6 +267,12 @@ static int fenced(Warp *w, uint32_t epoch, int *loose)
     return 0;
 }
 
+int proxy_fenced(Warp *w, uint32_t epoch)
+{
+    int loose;
+    return fenced(w, epoch, &loose);
+}
+
 static void check_fenced(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
 {
     const uint32_t *e = c->shared.writer + off;
@@ -272,8 +298,10 @@ static void check_fenced(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const ch
  * bytes. touch: TOUCH_*; TOUCH_ASYNC: a reduction by the asynchronous proxy, which also needs a fence after generic writes. */
 void shared_strong_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, int touch, const char *what)
 {
-    if (touch & TOUCH_READ)
-        check_valid(w, c, off, bytes, what);
+    if (touch & TOUCH_READ && touch & TOUCH_WRITE)
+        shared_check_defined(w, c, off, bytes, what);
+    else if (touch & TOUCH_READ)
+        check_readable(w, c, off, bytes, what);
     if (touch & TOUCH_WRITE)
         check_writable(w, c, off, bytes, what);
     for (uint32_t i = off; i < off + bytes; i++)
@@ -299,18 +327,19 @@ void shared_strong_end(Cta *c, uint32_t off, uint32_t bytes, uint32_t epoch)
 }
 
 /* ---- asynchronous proxy ------------------------------------------------------------------------------------------------------ */
-void async_read_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
+int async_read_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)
 {
     const uint32_t *e = c->shared.writer + off;
     uint32_t differ = 0;
     for (uint32_t i = 0; i < bytes; i++)
         differ |= e[i] ^ e[0];
-    check_valid(w, c, off, bytes, what);
+    const int undefined = check_readable(w, c, off, bytes, what);
     uint32_t judged = differ ? bytes : 1; /* bytes of one write share its verdict */
     check_after_writes(w, c, off, judged, what);
     check_fenced(w, c, off, judged, what);
     for (uint32_t row = off / 16; row <= (off + bytes - 1) / 16; row++)
         c->shared.locks[row]++;
+    return undefined;
 }
 
 void async_read_end(Warp *w, Cta *c, uint32_t off, uint32_t bytes)
@@ -322,8 +351,9 @@ void async_read_end(Warp *w, Cta *c, uint32_t off, uint32_t bytes)
 }
 
 /* A read of many rows of 16 bytes by a wgmma, which is complete for those who have `clock` in that component of their vectors; clock 0: another
- * warp has marked it. Mostly a row was last written as a whole, in one of a few epochs: those that passed are remembered. */
-void async_read_rows(Warp *w, Cta *c, const uint32_t *row, int n, int component, uint32_t clock, const char *what)
+ * warp has marked it. Returns 1 unless all is defined. Mostly a row was last written as a whole, in one of a few epochs: those that passed are
+ * remembered. */
+int async_read_rows(Warp *w, Cta *c, const uint32_t *row, int n, int component, uint32_t clock, const char *what)
 {
     enum { KNOWN = 8 };
     typedef uint32_t Epochs __attribute__((vector_size(64), aligned(4), may_alias));
@@ -338,7 +368,7 @@ void async_read_rows(Warp *w, Cta *c, const uint32_t *row, int n, int component,
         state |= (now[0] ^ 0x0101010101010101u * ST_VALID) | (now[1] ^ 0x0101010101010101u * ST_VALID);
     }
     for (int i = 0; state && i < n; i++)
-        check_valid(w, c, row[i], 16, what);
+        check_readable(w, c, row[i], 16, what);
     for (int i = 0; i < n; i++) {
         const uint32_t *e = c->shared.writer + row[i];
         mixed |= *(const Epochs *)e ^ e[0];
@@ -363,6 +393,7 @@ void async_read_rows(Warp *w, Cta *c, const uint32_t *row, int n, int component,
     for (int i = 0; clock && i < n; i++)
         for (int j = 0; j < 4; j++)
             c->shared.reader[(size_t)(row[i] / 4 + j) * slots + component] = clock;
+    return state != 0;
 }
 
 void async_write_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what)

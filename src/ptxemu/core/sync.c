@@ -63,6 +63,8 @@ static uint32_t *new_clock(const Warp *w) { return emu_alloc(w->cta->cluster->n_
 
 void sync_read(Warp *w, uint64_t key, int acquire)
 {
+    if (!(key & WINDOW_MASK))
+        race_acquire(w, key, acquire);
     Place *p = find(w->cta->cluster, key, 0);
     if (!p)
         return;
@@ -77,6 +79,8 @@ void sync_read(Warp *w, uint64_t key, int acquire)
 
 void sync_write(Warp *w, uint64_t key, int release, int keep)
 {
+    if (!(key & WINDOW_MASK))
+        race_release(w, key, release, keep);
     Cluster *c = w->cta->cluster;
     Place *p = find(c, key, release || w->fenced);
     if (!p)
@@ -92,6 +96,7 @@ void sync_write(Warp *w, uint64_t key, int release, int keep)
 /* fence, membar: what relaxed reads saw is acquired, what relaxed writes publish from here on is all that came before. */
 void memory_fence(Warp *w)
 {
+    race_fence(w);
     if (w->observed) {
         clock_acquire(w, w->observed);
         memset(w->observed, 0, w->cta->cluster->n_clock * sizeof *w->observed);

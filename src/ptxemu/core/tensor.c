@@ -3,7 +3,8 @@
  *
  * tcgen05.ld and .st move their data at once, but count as unfinished until the warp's tcgen05.wait: no other access, not even of the same
  * warp, is ordered after them before. Using a register that a tcgen05.ld writes is legal without a wait and waits for that instruction
- * ("Register dependencies, same thread"); CUTLASS's kernels take it for the load's end, which the ISA does not promise: it counts, with a note.
+ * ("Register dependencies, same thread"), which says nothing of the order of memory accesses. Some kernels take it for the load's end all the
+ * same: with the option loads_end_by_use it counts, with a note.
  *
  * tcgen05.fence acts as a fence of the generic proxy: it matters beside relaxed waits and flags ("Canonical synchronization patterns"). Waits
  * that acquire and barriers order tensor memory as they order all else, so a missing fence beside them is no fault. What the tensor core does
@@ -63,19 +64,13 @@ void tensor_allocated(Warp *w, Cta *c, uint32_t column, uint32_t n, const char *
             fault(w, ERR_TENSOR, "%s: tensor memory columns [%u, %u) are not allocated", what, column, column + n);
 }
 
-void tensor_valid(Warp *w, Cta *c, uint32_t lane, uint32_t lanes, uint32_t column, uint32_t n, const char *what)
+int tensor_defined(const Cta *c, uint32_t lane, uint32_t lanes, uint32_t column, uint32_t n)
 {
-    Tensor *t = tensor_of(w, c);
-    for (uint32_t l = lane; l < lane + lanes; l++) {
-        uint8_t all = 1;
+    uint8_t all = 1;
+    for (uint32_t l = lane; l < lane + lanes; l++)
         for (uint32_t i = column; i < column + n; i++)
-            all &= t->valid[l][i];
-        if (all)
-            continue;
-        for (uint32_t i = column; i < column + n; i++)
-            if (!t->valid[l][i])
-                fault(w, ERR_MEMORY, "%s reads uninitialised tensor memory: lane %u, column %u", what, l, i);
-    }
+            all &= c->tensor->valid[l][i];
+    return all;
 }
 
 /* ---- order ------------------------------------------------------------------------------------------------------------------- */
@@ -134,6 +129,9 @@ void tensor_after_reads(Warp *w, Cta *c, Area a, int core, const char *what)
                 late |= clock > seen;
                 used |= r[i] & USED_READ;
             }
+            if (used && !late && !w->cta->cluster->launch->loads_end_by_use)
+                fault(w, ERR_RACE, "%s by warp %d of tensor memory lane %u that a tcgen05.ld by warp %d reads: only the use of its registers is "
+                      "known to be over, which orders nothing else (missing tcgen05.wait::ld)", what, w->id, s * 16, id);
             if (used && !late)
                 note(w->cta->cluster->launch, "%s after a tcgen05.ld that only the use of its registers has completed (no tcgen05.wait::ld)", what);
             for (uint32_t i = a.column; late && i < end; i++) {
@@ -456,17 +454,59 @@ static void drop_loads(Warp *w, Tensor *t, int n)
     memmove(loads, loads + n, t->n_loads[w->id] * sizeof *loads);
 }
 
+/* The cell that holds (the low half of) a register's lane. */
+static uint8_t *valid_of(Tensor *t, const Access *a, uint32_t i, uint32_t k, uint32_t *at)
+{
+    uint32_t lane, word;
+    place(a->shape, a->packed ? 0 : a->half, i, k, &lane, &word);
+    uint32_t c = a->packed ? a->column + 2 * word + (a->shape == S16X32BX2 ? i / 16 * a->half : 0) : a->column + word;
+    *at = (a->lane + lane) << 16 | c;
+    return &t->valid[a->lane + lane][c];
+}
+
+/* What a tcgen05.ld has read is undefined where its cells are. */
+static void load_undefined(Warp *w, const Ins *ins, const Access *a, int undefined)
+{
+    for (uint32_t k = 0; k < a->n; k++) {
+        uint32_t bits[LANES] = {0}, at;
+        Origin origin = {.line = ins->line, .tensor = 1};
+        for (uint32_t i = 0; undefined && i < LANES; i++) {
+            const uint8_t *valid = valid_of(w->cta->tensor, a, i, k, &at);
+            bits[i] = a->packed ? (valid[0] ? 0 : 0xffffu) | (valid[1] ? 0 : 0xffff0000u) : valid[0] ? 0 : ~0u;
+            if (bits[i] && !origin.at)
+                origin.at = at;
+        }
+        undefined_set(w, ins->arg[1 + k], 4, FULL, undefined ? bits : NULL, origin);
+    }
+}
+
+/* The cells that a tcgen05.st has written are undefined where its registers are. */
+static void store_undefined(Warp *w, const Ins *ins, const Access *a)
+{
+    for (uint32_t k = 0; k < a->n; k++) {
+        const uint32_t *bits = (const uint32_t *)undefined_bits(w, ins->arg[1 + k]);
+        uint32_t at;
+        for (uint32_t i = 0; bits && i < LANES; i++) {
+            uint8_t *valid = valid_of(w->cta->tensor, a, i, k, &at);
+            if (a->packed ? bits[i] & 0xffff : bits[i])
+                valid[0] = 0;
+            if (a->packed && bits[i] >> 16)
+                valid[1] = 0;
+        }
+    }
+}
+
 /* tcgen05.ld: operands address, registers. imm[3]: its number. */
 static int ld(Warp *w, const Ins *ins, uint32_t m)
 {
     Access a = access_of(w, ins, m, "tcgen05.ld");
     Tensor *t = tensor_of(w, w->cta);
     Area r[2];
-    int n = ranges_of(&a, r);
+    int n = ranges_of(&a, r), undefined = 0;
     for (int i = 0; i < n; i++) {
         tensor_allocated(w, w->cta, r[i].column, r[i].n, "tcgen05.ld");
         tensor_after_writes(w, w->cta, r[i], 0, "tcgen05.ld");
-        tensor_valid(w, w->cta, a.lane, a.shape == S32X32B ? 32 : 16, r[i].column, r[i].n, "tcgen05.ld");
+        undefined |= !tensor_defined(w->cta, a.lane, a.shape == S32X32B ? 32 : 16, r[i].column, r[i].n);
         FOR_STRIPS(s, r[i].strips)
             for (uint32_t c = r[i].column; c < r[i].column + r[i].n; c++)
                 t->reader[s][w->id / 4][c] = UNWAITED_READ;
@@ -498,6 +538,8 @@ static int ld(Warp *w, const Ins *ins, uint32_t m)
             }
         }
     }
+    if (undefined || w->undefined)
+        load_undefined(w, ins, &a, undefined);
     return NEXT;
 }
 
@@ -545,6 +587,8 @@ static int st(Warp *w, const Ins *ins, uint32_t m)
             }
         }
     }
+    if (w->undefined)
+        store_undefined(w, ins, &a);
     return NEXT;
 }
 

@@ -5,7 +5,7 @@
  * tcgen05.ld and .st touch one or both strips of its own 32 lanes).
  */
 #pragma once
-#include "core.h"
+#include "defined.h"
 
 enum { TM_LANES = 128, TM_COLUMNS = 512, TM_STRIPS = 8, TM_UNIT = 32, TM_READERS = 8 };
 enum { BY_ST, BY_MMA, BY_COPY }; /* who wrote last: tcgen05.st; tcgen05.mma; tcgen05.cp and .shift */
@@ -56,7 +56,7 @@ void tensor_group(Warp *w, int group);        /* all tcgen05 instructions of a k
 Cta *tensor_peer(Warp *w, const char *what);  /* the other CTA of the pair, active */
 void tensor_single(Warp *w, uint32_t m, const char *what);
 void tensor_allocated(Warp *w, Cta *c, uint32_t column, uint32_t n, const char *what);
-void tensor_valid(Warp *w, Cta *c, uint32_t lane, uint32_t lanes, uint32_t column, uint32_t n, const char *what);
+int tensor_defined(const Cta *c, uint32_t lane, uint32_t lanes, uint32_t column, uint32_t n); /* were all cells written, with defined values? */
 
 /* Checks of an access that the warp issues now; `core`: by the tensor core, whose operations run in the order of their issue. */
 void tensor_after_writes(Warp *w, Cta *c, Area a, int core, const char *what);

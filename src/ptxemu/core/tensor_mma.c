@@ -71,7 +71,7 @@ typedef struct { uint32_t off, bytes; } Span;
 typedef struct {
     Cta *cta;
     uint32_t a[2 * MAX_M], b[MAX_CHUNKS]; /* offsets of 16-byte chunks */
-    int n_spans;
+    int n_spans, undefined;               /* undefined: some of what it reads is */
     Span span[3 * MAX_N];
     Area writes, reads; /* strips 0: none */
 } Part;
@@ -123,7 +123,7 @@ static void lock_chunks(Warp *w, Part *p, const uint32_t *chunk, uint32_t n, con
         while (row <= hi && used[row / 64] >> row % 64 & 1)
             row++;
         Span s = {first * 16, (row - first) * 16};
-        async_read_begin(w, p->cta, s.off, s.bytes, what);
+        p->undefined |= async_read_begin(w, p->cta, s.off, s.bytes, what);
         p->span[p->n_spans++] = s;
         uint32_t *r = p->cta->shared.reader + (size_t)(s.off / 4) * clocks + w->gid;
         for (uint32_t i = 0; i < s.bytes / 4; i++)
@@ -301,19 +301,9 @@ static void tensor_operands(Warp *w, Mma *o, int which)
                 if (p->cta->tensor->writing[s][c] && p->cta->tensor->kind[s][c] == BY_MMA)
                     fault(w, ERR_RACE, "tcgen05.mma reads operand A at tensor memory lane %u, column %u, that a tcgen05.mma in flight writes (missing "
                           "tcgen05.commit and mbarrier wait)", s * 16, c);
-        for (uint32_t s = 0; s < TM_STRIPS; s++)
-            if (strips >> s & 1)
-                tensor_valid(w, p->cta, s * 16, 16, p->reads.column, 8, a_name);
     }
     tensor_after_writes(w, p->cta, p->writes, 1, d_name);
     tensor_after_reads(w, p->cta, p->writes, 1, d_name);
-    for (uint32_t l = 0; l < TM_LANES; l++) {
-        if (!(strips >> l / 16 & 1) || !enabled(o, which, l))
-            continue;
-        if (o->accumulate)
-            tensor_valid(w, p->cta, l, 1, p->writes.column, p->writes.n, "tcgen05.mma accumulates and");
-        memset(&p->cta->tensor->valid[l][p->writes.column], 1, p->writes.n);
-    }
 }
 
 typedef float Cell __attribute__((may_alias)); /* an f32 accumulator in its cell */
@@ -433,6 +423,46 @@ static void store_row(const Mma *o, uint32_t *cell, const float *sum, uint32_t n
     }
 }
 
+/* Whether 16 bytes of shared memory, or elements of 16 / t bytes in it, are undefined. */
+static void undefined_elements(const Cta *c, uint32_t off, uint32_t t, uint8_t *out)
+{
+    for (uint32_t e = 0; e < t; e++)
+        out[e] |= !shared_defined(c, off + e * (16 / t), 16 / t);
+}
+
+/* Rows of an operand in shared memory that hold something undefined. */
+static void undefined_rows(const Mma *o, int mn, const Cta *c, const uint32_t *chunk, uint32_t n, uint8_t *out)
+{
+    const uint32_t t = 16 / o->bytes, per = n / t;
+    for (uint32_t i = 0; !mn && i < 2 * n; i++)
+        out[i / 2] |= !shared_defined(c, chunk[i], 16);
+    for (uint32_t i = 0; mn && i < (uint32_t)o->k * per; i++)
+        undefined_elements(c, chunk[i], t, out + i % per * t);
+}
+
+/* D's cells become defined, but for rows of A and columns of B (`undefined`) that are not, and cells that accumulate on what is not. */
+static void define_part(const Mma *o, int which, const uint8_t *undefined)
+{
+    const Part *p = &o->part[which];
+    Tensor *t = p->cta->tensor;
+    const uint32_t rows = o->m / o->group, column = o->d & 0xffff, halves = layout_b(o) ? 2 : 1, n = o->n / halves;
+    uint8_t row[MAX_M] = {0};
+    if (!o->a_tensor && p->undefined)
+        undefined_rows(o, o->a_mn, p->cta, p->a, rows, row);
+    for (uint32_t half = 0; half < halves; half++)
+        for (uint32_t r = 0; r < rows; r++) {
+            const uint32_t lane = lane_of(o, o->d >> 16, r) + half * 64;
+            if (!enabled(o, which, lane))
+                continue;
+            uint8_t *valid = &t->valid[lane][column];
+            const int lost = row[r] || (o->a_tensor && !tensor_defined(p->cta, lane, 1, o->a_address & 0xffff, 8));
+            if (lost || !o->accumulate)
+                memset(valid, !lost, n);
+            for (uint32_t j = 0; undefined && j < n; j++)
+                valid[j] &= !undefined[half * n + j];
+        }
+}
+
 static void mma_part(const Mma *o, int which, const float *bt)
 {
     const Part *p = &o->part[which];
@@ -470,8 +500,14 @@ static void mma_run(Async *op)
     uint32_t columns = o->n / o->group;
     for (int i = 0; i < o->group; i++)
         gather(o, o->b_format, o->b_mn, o->part[i].cta->shared.data, o->part[i].b, columns, bt + i * columns, 1, MAX_N);
+    uint8_t undefined[MAX_N] = {0};
     for (int i = 0; i < o->group; i++)
+        if (o->part[i].undefined)
+            undefined_rows(o, o->b_mn, o->part[i].cta, o->part[i].b, columns, undefined + i * columns);
+    for (int i = 0; i < o->group; i++) {
+        define_part(o, i, o->part[0].undefined || (o->group == 2 && o->part[1].undefined) ? undefined : NULL);
         mma_part(o, i, bt);
+    }
     for (int i = 0; i < o->group; i++) {
         unlock(&o->part[i]);
         end_tensor(&o->part[i]);
@@ -550,8 +586,12 @@ static void cp_run(Async *op)
         Part *p = &o->part[c];
         for (uint32_t i = 0; i < o->rows; i++)
             for (int k = 0, lane; (lane = copy_lane(o, i, k)) >= 0; k++)
-                for (uint32_t j = 0; j < o->per; j++)
-                    memcpy(&p->cta->tensor->data[lane][o->column + 4 * j], p->cta->shared.data + p->a[i * o->per + j], 16);
+                for (uint32_t j = 0; j < o->per; j++) {
+                    const uint32_t from = p->a[i * o->per + j], to = o->column + 4 * j;
+                    memcpy(&p->cta->tensor->data[lane][to], p->cta->shared.data + from, 16);
+                    for (int k4 = 0; k4 < 4; k4++)
+                        p->cta->tensor->valid[lane][to + k4] = !p->undefined || shared_defined(p->cta, from + 4 * k4, 4);
+                }
         unlock(p);
         end_tensor(p);
     }
@@ -589,12 +629,8 @@ static int cp(Warp *w, const Ins *ins, uint32_t m)
         to_offsets(w, p->cta, p->a, o->rows * o->per, what);
         lock_chunks(w, p, p->a, o->rows * o->per, what);
     }
-    for (int c = 0; c < o->group; c++) {
-        for (uint32_t r = 0; r < o->rows; r++)
-            for (int k = 0, lane; (lane = copy_lane(o, r, k)) >= 0; k++)
-                memset(&o->part[c].cta->tensor->valid[lane][o->column], 1, 4 * o->per);
+    for (int c = 0; c < o->group; c++)
         begin_tensor(w, &o->part[c], BY_COPY);
-    }
     async_issue(op);
     return NEXT;
 }
@@ -605,8 +641,10 @@ static void shift_run(Async *op)
     Copy *o = op->data;
     for (int c = 0; c < o->group; c++) {
         Tensor *t = o->part[c].cta->tensor;
-        for (uint32_t l = o->lane; l < o->lane + 31; l++)
+        for (uint32_t l = o->lane; l < o->lane + 31; l++) {
             memcpy(&t->data[l][o->column], &t->data[l + 1][o->column], 32);
+            memcpy(&t->valid[l][o->column], &t->valid[l + 1][o->column], 8);
+        }
         end_tensor(&o->part[c]);
     }
 }
@@ -634,7 +672,6 @@ static int shift(Warp *w, const Ins *ins, uint32_t m)
         tensor_allocated(w, p->cta, o->column, 8, what);
         tensor_after_writes(w, p->cta, p->writes, 1, what);
         tensor_after_reads(w, p->cta, p->writes, 1, what);
-        tensor_valid(w, p->cta, o->lane, 32, o->column, 8, what);
     }
     for (int c = 0; c < o->group; c++)
         begin_tensor(w, &o->part[c], BY_COPY);
@@ -678,7 +715,7 @@ static int commit(Warp *w, const Ins *ins, uint32_t m)
     }
     for (int r = 0; r < c->n_ctas; r++)
         if (op->v[0] >> r & 1)
-            mbar_find(w, &c->cta[r], op->v[1]);
+            mbar_use(w, &c->cta[r], op->v[1], 1);
     op->data = emu_alloc(c->n_clock * sizeof(uint32_t));
     clock_release(w, op->data);
     async_issue(op);

@@ -143,16 +143,49 @@ void tile_fetch(const Tile *t, uint32_t off, uint8_t *out)
     });
 }
 
+/* What lies inside the tensor must be defined; the rest of the box goes nowhere. */
+static void check_tile_defined(Warp *w, Cta *c, const Tile *t, uint32_t off, const char *what)
+{
+    EACH_LINE(t, n, address, from, to, {
+        (void)address;
+        const uint32_t end = to * t->element;
+        for (uint32_t i = from * t->element; i < end;) {
+            const uint32_t next = i / 16 * 16 + 16 < end ? i / 16 * 16 + 16 : end;
+            const uint32_t line = off + n * t->row + i / 16 * 16;
+            shared_check_defined(w, c, (t->swizzle ? swizzled(t, line) : line) + i % 16, next - i, what);
+            i = next;
+        }
+    });
+}
+
+/* The bytes of line n of a tile that lies in shared memory at `off`, without its swizzle. */
+static const uint8_t *line_of(const Tile *t, uint32_t off, uint32_t n, const uint8_t *in, uint8_t *line)
+{
+    if (!t->swizzle)
+        return in + n * t->row;
+    for (uint32_t i = 0; i < t->row; i += 16)
+        memcpy(line + i, in + swizzled(t, off + n * t->row + i) - off, 16);
+    return line;
+}
+
+/* in: NULL, or what a store is about to write. */
+void tile_access(Warp *w, const Tile *t, uint32_t off, const uint8_t *in, int strong, uint32_t epoch, const char *what)
+{
+    uint8_t line[256 * 8];
+    EACH_LINE(t, n, address, from, to, {
+        const uint64_t lo = address + from * t->element;
+        const uint64_t bytes = (to - from) * t->element;
+        const int same = in && from < to && !memcmp(line_of(t, off, n, in, line) + from * t->element, (const void *)lo, bytes);
+        if (from < to)
+            race_access(w, lo, bytes, in ? TOUCH_WRITE | (same ? TOUCH_SAME : 0) : TOUCH_READ, strong, epoch, what);
+    });
+}
+
 void tile_put(const Tile *t, uint32_t off, const uint8_t *in, int op)
 {
     uint8_t line[256 * 8];
     EACH_LINE(t, n, address, from, to, {
-        const uint8_t *whole = in + n * t->row;
-        if (t->swizzle) {
-            for (uint32_t i = 0; i < t->row; i += 16)
-                memcpy(line + i, in + swizzled(t, off + n * t->row + i) - off, 16);
-            whole = line;
-        }
+        const uint8_t *whole = line_of(t, off, n, in, line);
         if (op < 0) {
             if (from < to)
                 memcpy((uint8_t *)address + from * t->element, whole + from * t->element, (to - from) * t->element);
@@ -231,6 +264,8 @@ static int tensor_store(Warp *w, const Ins *ins, uint32_t m)
         uint64_t src = lane_address(w, ins->arg[1], (int32_t)ins->imm[0], ins->imm[2] & TENSOR_SHARED_WIDE, i);
         uint32_t off = shared_place(w, src, t.bytes, 128, 1, what, &c);
         Store *s = store_new(w, i, off, t.bytes, what, &op);
+        if (!s->defined)
+            check_tile_defined(w, c, &t, off, what);
         s->tiled = 1;
         s->tile = t;
         s->op = ins->imm[1];
@@ -300,6 +335,7 @@ static int tensormap_replace(Warp *w, const Ins *ins, uint32_t m)
         if (flags >> 18 & 1 || (addr & WINDOW_MASK) == WINDOW_SHARED) {
             Cta *c;
             uint32_t off = shared_place(w, addr, MAP_BYTES, 64, 1, "tensormap.replace", &c);
+            shared_check_defined(w, c, off, MAP_BYTES, "tensormap.replace");
             shared_read(w, c, off, MAP_BYTES, x);
             replace(x, flags & 0xff, flags >> 8 & 0xff, value);
             shared_write(w, c, off, MAP_BYTES, x);
@@ -323,6 +359,7 @@ static int cp_fenceproxy(Warp *w, const Ins *ins, uint32_t m)
     uint64_t dst = lane_address(w, ins->arg[0], ins->imm[0], 1, lane);
     uint32_t off = shared_place(w, lane_address(w, ins->arg[1], ins->imm[1], ins->imm[2], lane), MAP_BYTES, 128, 1, "tensormap.cp_fenceproxy", &c);
     global_check(w, dst, MAP_BYTES, 128, "tensormap.cp_fenceproxy");
+    shared_check_defined(w, c, off, MAP_BYTES, "tensormap.cp_fenceproxy");
     shared_read(w, c, off, MAP_BYTES, map);
     memcpy((void *)dst, map, MAP_BYTES);
     memory_fence(w);

@@ -1,6 +1,6 @@
 /* What the lanes of a warp tell each other, and small control instructions (PTX ISA: "Parallel Synchronization and Communication
  * Instructions", "Miscellaneous Instructions"). */
-#include "core.h"
+#include "defined.h"
 
 #include <math.h>
 #include <string.h>
@@ -44,7 +44,7 @@ static int shfl(Warp *w, const Ins *ins, uint32_t m)
 {
     check_members(w, ins->arg[5], m, "shfl.sync");
     const uint32_t *a = operand(w, ins->arg[2]), *b = operand(w, ins->arg[3]), *c = operand(w, ins->arg[4]);
-    uint32_t out[LANES], valid = 0;
+    uint32_t out[LANES], source[LANES] = {0}, valid = 0;
     FOR_LANES(i, m) {
         int lane = i, offset = b[i] & 31, clamp = c[i] & 31, segment = c[i] >> 8 & 31, from = 0, ok = 0;
         int limit = (lane & segment) | (clamp & ~segment);
@@ -59,12 +59,20 @@ static int shfl(Warp *w, const Ins *ins, uint32_t m)
         if (!(m >> from & 1))
             fault(w, ERR_BARRIER, "shfl.sync: lane %u reads lane %d, which does not take part", i, from);
         out[i] = a[from];
+        source[i] = from;
         valid |= (uint32_t)ok << i;
     }
     if (ins->arg[0] != SINK) {
         uint32_t *d = operand(w, ins->arg[0]);
         FOR_LANES(i, m) d[i] = out[i];
+        const uint32_t *undefined = w->undefined ? (const uint32_t *)undefined_bits(w, ins->arg[2]) : NULL;
+        FOR_LANES(i, undefined ? m : 0) out[i] = undefined[source[i]];
+        if (w->undefined)
+            undefined_set(w, ins->arg[0], 4, m, undefined ? out : NULL,
+                          undefined ? undefined_origin(w, ins->arg[2]) : (Origin){0});
     }
+    if (w->undefined)
+        undefined_set(w, ins->arg[1], 0, m, NULL, (Origin){0});
     set_predicate(w, ins->arg[1], m, valid);
     return NEXT;
 }
@@ -163,6 +171,19 @@ static int trap(Warp *w, const Ins *ins, uint32_t m)
     fault(w, ERR_EMU, "the kernel traps (lanes %#x)", m);
 }
 
+static int assertion(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)ins;
+    fault(w, ERR_EMU, "an assertion of the kernel fails (lanes %#x)", m);
+}
+
+static int no_printf(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)m;
+    note(w->cta->cluster->launch, "printf at PTX line %d: its output is not shown", ins->line);
+    return NEXT;
+}
+
 static int fence_proxy_async(Warp *w, const Ins *ins, uint32_t m)
 {
     (void)ins, (void)m;
@@ -177,12 +198,39 @@ static int warp_sync(Warp *w, const Ins *ins, uint32_t m)
     return NEXT;
 }
 
-/* setmaxnreg: imm[0] registers, imm[1] 1 increase. All warps of the warpgroup do it; what the CTA holds must not grow past what it started with. */
+/* setmaxnreg: imm[0] registers, imm[1] 1 increase. A decrease gives to the CTA's pool, an increase waits until it has enough (PTX ISA:
+ * "setmaxnreg"). All warps of a warpgroup execute the same, and meet before the next. */
 static int setmaxnreg(Warp *w, const Ins *ins, uint32_t m)
 {
     (void)m;
-    w->max_registers = ins->imm[0];
-    w->cta->cluster->activity++;
+    Cta *c = w->cta;
+    Frag *f = &w->frag[w->cur];
+    const uint32_t want = ins->imm[0], have = w->max_registers;
+    for (int i = w->id & ~3; !f->arrived && i < (w->id & ~3) + 4 && i < c->n_warps; i++) {
+        const Warp *v = &c->warp[i];
+        if (v->resized < w->resized && v->live)
+            fault(w, ERR_BARRIER, "setmaxnreg: warp %d of the warpgroup has not executed the one before, at PTX line %d (its warps must meet in between)",
+                  i, w->resize->line);
+        if (v != w && v->resized == w->resized + 1 && v->resize->imm[0] != want)
+            fault(w, ERR_BARRIER, "setmaxnreg to %u registers: warp %d of the warpgroup asks for %u, at PTX line %d", want, i,
+                  (uint32_t)v->resize->imm[0], v->resize->line);
+    }
+    if (ins->imm[1] ? want < have : want > have)
+        fault(w, ERR_BARRIER, "setmaxnreg.%s to %u registers a thread by a warp that has %u", ins->imm[1] ? "inc" : "dec", want, have);
+    if (!f->arrived) {
+        w->resized++;
+        w->resize = ins;
+    }
+    if (ins->imm[1] && c->registers < (want - have) * LANES) {
+        f->arrived = 1;
+        f->why = "the CTA's pool of registers to have so many for it:";
+        f->what = (want - have) * LANES;
+        return RETRY;
+    }
+    f->arrived = 0;
+    c->registers += (have - want) * LANES;
+    w->max_registers = want;
+    c->cluster->activity++;
     return NEXT;
 }
 
@@ -197,7 +245,8 @@ static int fence(Warp *w, const Ins *ins, uint32_t m)
 
 static const Entry warp_instructions[] = {
     {"elect", elect}, {"shfl", shfl}, {"vote", vote}, {"activemask", activemask}, {"match", match}, {"redux", redux},
-    {"nothing", nothing}, {"yield", yield}, {"trap", trap}, {"fence.proxy.async", fence_proxy_async}, {"bar.warp", warp_sync},
+    {"nothing", nothing}, {"yield", yield}, {"trap", trap}, {"assertion", assertion}, {"printf", no_printf},
+    {"fence.proxy.async", fence_proxy_async}, {"bar.warp", warp_sync},
     {"setmaxnreg", setmaxnreg}, {"fence", fence},
 };
 REGISTER(warp_instructions)

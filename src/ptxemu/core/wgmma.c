@@ -5,6 +5,7 @@
  * own wgmma.wait_group, which waits for the other warps to have issued. The operation is the warpgroup's: who is ordered after the wait of
  * any of its warps may write the memory that it read.
  */
+#include "defined.h"
 #include "dot.h"
 
 #include <stdlib.h>
@@ -17,6 +18,7 @@ typedef struct {
     uint64_t a, b;   /* descriptors; a: 0 where A is in registers */
     uint32_t group;
     uint32_t scale;  /* whether the accumulator's old value counts */
+    int undefined;   /* some of what it reads from shared memory is */
 } WgOp;
 
 /* A register that some wgmma uses. */
@@ -123,14 +125,15 @@ static int component(const Warp *w)
 }
 
 /* A warp's reads of the operands of the operation that it issues now; `first`: of the warpgroup. */
-static void reads(Warp *w, const WgOp *op, int first)
+static void reads(Warp *w, WgOp *op, int first)
 {
     Shape s = shape_of(op->ins);
+    op->undefined = 0;
     for (int which = s.regs_a; which < 2; which++) {
         const char *what = which ? name_b : name_a;
         int n;
         const uint32_t *row = which ? locate(w, op->b, s.trans_b, 0, s.n, &n, what) : locate(w, op->a, s.trans_a, w->id % 4 * 16, 16, &n, what);
-        async_read_rows(w, w->cta, row, n, component(w), first || !which ? w->wg->issued + 1 : 0, what);
+        op->undefined |= async_read_rows(w, w->cta, row, n, component(w), first || !which ? w->wg->issued + 1 : 0, what);
     }
 }
 
@@ -209,6 +212,57 @@ static void execute(Warp *group, const WgOp *op)
             for (int i = 0; i < 4; i++)
                 for (int h = 0; h < 2; h++)
                     tile(&group[i], s.td == T_F16 ? s.d[2 * j + h] : s.d[4 * j + 2 * h + b], b, &x.sa[i][h], &x.sb, &s, op->scale, rule);
+        }
+}
+
+/* Rows of an operand in shared memory that hold something undefined. */
+static void undefined_rows(Warp *w, uint64_t descriptor, int mn_major, int count, uint8_t *out)
+{
+    int n;
+    const uint32_t *row = locate(w, descriptor, mn_major, 0, count, &n, "wgmma");
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < 8; j++)
+            out[mn_major ? i / 16 * 8 + j : i / 2] |= !shared_defined(w->cta, row[i] + 2 * j, 2);
+}
+
+/* D after an operation: undefined where its row of A, its column of B or the old value that counts is. */
+static void define(Warp *group, const WgOp *op)
+{
+    Shape s = shape_of(op->ins);
+    uint8_t row[64] = {0}, column[MAX_N] = {0};
+    Origin origin = {.line = op->ins->line};
+    if (!s.regs_a)
+        undefined_rows(group, op->a, s.trans_a, 64, row);
+    undefined_rows(group, op->b, s.trans_b, s.n, column);
+    int n;
+    const uint32_t *b = locate(group, op->b, s.trans_b, 0, s.n, &n, "wgmma");
+    origin.at = b[0];
+    for (int i = n - 1; i >= 0; i--)
+        if (!shared_defined(group->cta, b[i], 16))
+            origin.at = b[i];
+    for (int i = 0; i < 4; i++)
+        for (int r = 0; s.regs_a && r < 4; r++) {
+            const uint32_t *bits = (const uint32_t *)undefined_bits(&group[i], s.a[r]);
+            for (int t = 0; bits && t < LANES; t++)
+                row[16 * i + 8 * (r & 1) + t / 4] |= bits[t] != 0;
+            if (bits)
+                origin = undefined_origin(&group[i], s.a[r]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < s.n_d; k++) {
+            const int half = s.td == T_F16, h = half ? k & 1 : k >> 1 & 1, first = half ? k / 2 * 8 : k / 4 * 8 + (k & 1);
+            const uint32_t *old = op->scale ? (const uint32_t *)undefined_bits(&group[i], s.d[k]) : NULL;
+            uint32_t out[LANES], any = 0;
+            for (int t = 0; t < LANES; t++) {
+                const uint8_t left = row[16 * i + 8 * h + t / 4], *right = column + first + t % 4 * 2;
+                const uint32_t now = old ? old[t] : 0;
+                if (half)
+                    out[t] = (left | right[0] || now & 0xffff ? 0xffffu : 0) | (left | right[1] || now >> 16 ? 0xffff0000u : 0);
+                else
+                    out[t] = left | right[0] || now ? ~0u : 0;
+                any |= out[t];
+            }
+            undefined_set(&group[i], s.d[k], 4, FULL, any ? out : NULL, old ? undefined_origin(&group[i], s.d[k]) : origin);
         }
 }
 
@@ -357,8 +411,14 @@ static int mma_async(Warp *w, const Ins *ins, uint32_t m)
                   (unsigned long long)other->a, (unsigned long long)other->b, other->scale);
     }
     reads(w, op, first);
-    if (++g->issued == issued_by_all(group))
+    if (++g->issued == issued_by_all(group)) {
+        int undefined = 0;
+        for (int i = 0; i < 4; i++)
+            undefined |= group[i].wg->ring[(g->issued - 1) % RING].undefined || group[i].undefined;
+        if (undefined)
+            define(group, op);
         execute(group, op);
+    }
     w->cta->cluster->activity++;
     return NEXT;
 }

@@ -41,7 +41,7 @@ Shared memory, bytes (K = 128: 114,464)
     H, dG      33,792  [64][K + 4] fp32
     vectors    12,288  [24][K] fp32
     rows        2,848  factors [5][64], sums [3][K / 64][64], sums of warps [8], fp32
-Two CTAs an SM: 128 registers a thread with K = 128.
+Two CTAs an SM with K = 128, three with K = 64: 128 and 168 registers a thread.
 
 Constraints: K 64 or 128; rows of q, k, g, dq, dk, dg are 16-byte aligned with contiguous elements; rows of dfactors and dGi, and
 rows and columns of dscores, behind a sequence's end are zeros. H + 60 stays below 127 within a block, also of gates that grow.
@@ -145,7 +145,7 @@ class KdaIntra(GateSide):
             q, k, g, beta, a_log, dt_bias, cu_seqlens, dfactors, dscores, dgi, direct, dq, dk, dg, dbeta, da_log, ddt_bias, scale,
             lower_bound, beta_limit, *divisors,
         ).launch(
-            grid=(slots * value_heads, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=2,
+            grid=(slots * value_heads, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=4 - self.halves,
             preferred_smem_carveout=100,
         )  # fmt: skip
 

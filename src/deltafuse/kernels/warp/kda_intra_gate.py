@@ -111,7 +111,7 @@ class GateSide:
         return [(self.config.gate, a_log, b, x.lower_bound) for b in bias]
 
     def sum_gate(self, x, raw, mALog, mBias):
-        """H + S, t_b and c_b of the warp's block to shared memory; H_i = H_(i-1) + log2 decay_i. Returns whether the block fits."""
+        """H, t_b and c_b - S of the warp's block to shared memory; H_i = H_(i-1) + log2 decay_i. Returns whether the block fits."""
         gates = [Gate(*p) for p in self.gate_parameters(x, mALog, mBias)]
         sums = [Float32(0.0)] * 2
         low = high = Float32(0.0)
@@ -122,7 +122,7 @@ class GateSide:
                 sums[e] = fma(factor, gates[e].value(value), sums[e])
                 if self.bf16 and self.config.gate == "log":
                     low, high = fmin(low, sums[e]), fmax(high, sums[e])
-            store_shared(x.sGate, i * self.h_row, [f + self.shift for f in sums])
+            store_shared(x.sGate, i * self.h_row, sums)
         store_shared(x.sOwnGate, TOTAL * self.vector, sums)
         if not self.bf16:
             store_shared(x.sOwnGate, COLUMN * self.vector, sums)
@@ -133,7 +133,7 @@ class GateSide:
             # These gates are negative: the last row is the lowest.
             low = fmin(sums[0], sums[1])
         fits = cute.arch.vote_all_sync((low >= Float32(LOWEST)) & (high <= Float32(HIGHEST)))
-        store_shared(x.sOwnGate, COLUMN * self.vector, [select(fits, 0.0, s) for s in sums])
+        store_shared(x.sOwnGate, COLUMN * self.vector, [select(fits, 0.0, s) - self.shift for s in sums])
         cute.arch.sync_warp()
         return fits
 
@@ -146,8 +146,8 @@ class GateSide:
             sums.insert(0, total)
         store_shared(x.sOwnGate, BLOCK_SUM * self.vector, total)
         if mDalog is not None and self.config.gate == "softplus":
-            # dG G = dG (H + S) + dG (t of the blocks before - S)
-            before = [Float32(-self.shift)] * 2
+            # dG G = dG H + dG (t of the blocks before)
+            before = [Float32(0.0)] * 2
             for b in range(3):
                 t = load_shared(x.sOwnGate - x.block * self.vector, (TOTAL + b) * self.vector, 2)
                 before = [a + select(b < x.block, f, 0.0) for a, f in zip(before, t, strict=True)]

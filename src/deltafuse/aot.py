@@ -41,7 +41,17 @@ Kernel = tuple[str, Any]
 CONFIGS: dict[str, type[Any]] = {
     "warp.kda_prepare": configs.PrepareConfig,
     "warp.kda_combine": configs.CombineConfig,
+    "warp.kda_intra": configs.IntraConfig,
+    "warp.kda_apply": configs.ApplyConfig,
+    "warp.delta_decode": configs.DecodeConfig,
+    "warp.layer_decode": configs.LayerDecodeConfig,
+    "warp.conv_forward": configs.ConvConfig,
+    "warp.conv_backward": configs.ConvBackwardConfig,
+    "warp.conv_update": configs.ConvUpdateConfig,
     "sm90.kda_scan": configs.ScanConfig,
+    "sm90.kda_reverse": configs.ReverseConfig,
+    "sm90.kda_inter": configs.InterConfig,
+    "sm100.kda_scan": configs.BlackwellScanConfig,
 }
 """What each kernel is compiled for, as `--config` and `--like` name it."""
 
@@ -87,7 +97,8 @@ def common_calls(dtypes: Iterable[torch.dtype], sizes: Iterable[tuple[int, int]]
             with torch.inference_mode():
                 problem: Any = problem_of("chunk_kda", **arguments)[0]
             for heads in _HEADS:
-                yield dataclasses.replace(problem, heads=heads, value_heads=heads)
+                for training in (False, True):
+                    yield dataclasses.replace(problem, heads=heads, value_heads=heads, requires_grad=training)
 
 
 def common(

@@ -61,7 +61,7 @@ class Plan:
 
 HOPPER, BLACKWELL = (9, 0), ((10, 0), (10, 3))
 ARCHITECTURES = {
-    "chunk_kda": {HOPPER: "Hopper"},
+    "chunk_kda": dict.fromkeys((HOPPER, *BLACKWELL), "Hopper and datacentre Blackwell"),
     "fused_recurrent_kda": dict.fromkeys((HOPPER, *BLACKWELL), "Hopper and datacentre Blackwell"),
     "fused_recurrent_gated_delta_rule": dict.fromkeys((HOPPER, *BLACKWELL), "Hopper and datacentre Blackwell"),
 }
@@ -92,11 +92,16 @@ def _cute(problem: Problem, env: Environment) -> str | None:
         return "the CuTe DSL is not installed (pip install 'deltafuse[cuda]')"
     if problem.context_parallel:
         return "cp_context (context parallel) runs in fla alone"
-    return _OWN[problem.op](problem)
+    return _OWN[problem.op](problem, env)
 
 
-def _own_chunk(problem: Problem) -> str | None:
+def _own_chunk(problem: Problem, env: Environment) -> str | None:
     """Where the chunked kernels do not reach."""
+    if env.capability in BLACKWELL:
+        if getattr(problem, "requires_grad", False):
+            return "the kernels for Blackwell have no gradients yet"
+        if getattr(problem, "intermediate_states", False):
+            return "the kernels for Blackwell return no intermediate states"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"kernels take bfloat16 and float16, not {_name(problem.dtype)}"
     if problem.batch == 0 or problem.tokens == 0:
@@ -110,7 +115,7 @@ def _own_chunk(problem: Problem) -> str | None:
     return None
 
 
-def _own_recurrent(problem: Problem) -> str | None:
+def _own_recurrent(problem: Problem, env: Environment) -> str | None:
     """Where the decode kernel does not reach."""
     for tensor, field in (("q, k, v", "dtype"), ("g", "gate_dtype"), ("beta", "beta_dtype"), ("states", "state_dtype")):
         dtype = getattr(problem, field)
@@ -126,7 +131,7 @@ def _own_recurrent(problem: Problem) -> str | None:
     return None
 
 
-def _own_conv(problem: Problem) -> str | None:
+def _own_conv(problem: Problem, env: Environment) -> str | None:
     """Where the convolution's kernels do not reach."""
     width = getattr(problem, "width", 0)
     if width not in CONV_WIDTHS:

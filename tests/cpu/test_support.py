@@ -103,8 +103,7 @@ NOT_OWN = {
     },
     **{n: "no GPU kernel" for n, p, _ in ASKED if p.op in ("fused_kda_gate", "chunk_gated_delta_rule")},
 }
-OWN_ON = {"chunk_kda": {(9, 0)}}
-DECODE_ON = {(9, 0), (10, 0), (10, 3)}
+BLACKWELL = {(10, 0), (10, 3)}
 
 
 def reason_against(asked: Any, machine: Environment) -> str | None:
@@ -114,8 +113,12 @@ def reason_against(asked: Any, machine: Environment) -> str | None:
         return against
     if machine.device != "cuda":
         return "on a GPU, the tensors are on cpu"
-    if machine.capability not in OWN_ON.get(asked.op, DECODE_ON):
-        return "Hopper, not for NVIDIA B200"
+    if (
+        machine.capability in BLACKWELL
+        and asked.op == "chunk_kda"
+        and (asked.requires_grad or asked.intermediate_states)
+    ):
+        return "kernels for Blackwell"
     return against
 
 
@@ -362,7 +365,7 @@ def use_and_explain(name: str, call: Call) -> Any:
 @pytest.mark.parametrize("machine", GPUS, ids=lambda m: f"{m.title}, fla {m.fla}")
 def test_explain_on_another_machine(machine: Environment) -> None:
     found = explain_problem(problem(), machine)
-    assert found.chosen == ("cute" if machine.capability in OWN_ON["chunk_kda"] else "fla" if machine.fla else "torch")
+    assert found.chosen == "cute"
     assert found.device == machine.title
     assert str(found).startswith(f"chunk_kda on {machine.title}, backend 'auto': {found.chosen}")
 

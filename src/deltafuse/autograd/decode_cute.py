@@ -23,7 +23,7 @@ from ..runtime import cache
 Load = Callable[[str, Any, str], Callable[..., Any]]
 KERNEL = "warp.delta_decode"
 COLUMNS = 16
-"""V is a multiple of it: the columns of a warp."""
+"""V is a multiple of it: the columns of a narrow warp."""
 FEW = 2048
 """Up to so many warps of work every warp is a CTA of its own, so that they spread over all multiprocessors."""
 
@@ -40,11 +40,14 @@ def decode_config(
     store: str,
     indices: Tensor | None = None,
     accepted: Tensor | None = None,
-    warps: int | None = None,
+    layout: tuple[int, int] | None = None,
 ) -> DecodeConfig:
-    """What the kernel of a call is compiled for: `state` and `final` are the dtypes of what is read and, as `store` says, written."""
+    """What the kernel of a call is compiled for: `state` and `final` are the dtypes of what is read and, as `store` says, written.
+
+    `layout`: warps a CTA and columns of V a warp, None for what suits the size.
+    """
     work = t.sequences * t.v.shape[2] * (t.v.shape[3] // COLUMNS)
-    return DecodeConfig(
+    config = DecodeConfig(
         dtype=_NAMES[t.q.dtype], key_dim=t.q.shape[3], value_dim=t.v.shape[3], per_key=t.g.dim() == 4, gate=options.gate,
         gate_dtype=_NAMES[t.g.dtype], beta_dtype=_NAMES[t.beta.dtype], beta_per_value=t.beta.dim() == 4,
         a_log=t.a_log is not None, dt_bias=t.dt_bias is not None, l2norm=options.l2norm, beta_sigmoid=options.beta_sigmoid,
@@ -52,8 +55,18 @@ def decode_config(
         state_v_first=options.state_v_first, indices="" if indices is None else _INTEGERS[indices.dtype],
         per_token=indices is not None and indices.dim() == 2, accepted="" if accepted is None else _INTEGERS[accepted.dtype],
         cu_seqlens="" if t.cu_seqlens is None else _INTEGERS[t.cu_seqlens.dtype],
-        single=t.q.shape[1] == 1 and t.cu_seqlens is None, warps=warps or (1 if work <= FEW else 4),
+        single=t.q.shape[1] == 1 and t.cu_seqlens is None,
     )  # fmt: skip
+    warps, columns = layout or _layout(config, work <= FEW)
+    return replace(config, warps=warps, columns=columns)
+
+
+def _layout(config: DecodeConfig, few: bool) -> tuple[int, int]:
+    """Warps a CTA and columns of V a warp. Many wide warps read whole lines; few narrow ones spread over the multiprocessors."""
+    if few:
+        return 1, COLUMNS
+    wide = config.single and config.key_dim <= 128 and config.value_dim % (2 * COLUMNS) == 0
+    return (2, 2 * COLUMNS) if wide else (4, COLUMNS)
 
 
 def _of_call(call: DeltaCall) -> tuple[DeltaTensors, DeltaOptions]:
@@ -88,7 +101,8 @@ def kernels_of(p: DeltaProblem) -> tuple[tuple[str, DecodeConfig], ...]:
         indices=name[p.index_dtype], per_token=p.slot_per_token, accepted=name[p.accepted_dtype], cu_seqlens=name[p.bounds_dtype],
         single=p.tokens == 1 and not p.packed,
     )  # fmt: skip
-    return tuple((KERNEL, replace(config, warps=warps)) for warps in (1, 4))
+    layouts = (_layout(config, few) for few in (True, False))
+    return tuple((KERNEL, replace(config, warps=warps, columns=columns)) for warps, columns in layouts)
 
 
 def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[Tensor, Tensor | None]:
@@ -186,15 +200,15 @@ def launch(
     accepted: Tensor | None = None,
     arch: str,
     load: Load = cache.load,
-    warps: int | None = None,
+    layout: tuple[int, int] | None = None,
 ) -> None:
     """Run the kernel: reads `state` (None: zeros), writes `out`, and `final` (which may be `state`) as `store` says.
 
-    What does not lie as the kernel wants it is copied, and copied back where it is written.
+    What does not lie as the kernel wants it is copied, and copied back where it is written. `layout` as in `decode_config`.
     """
     tensors = (t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias, state, indices, accepted, t.cu_seqlens, out, final)
     forms = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
-    key = (arch, load, warps, store, options, forms)
+    key = (arch, load, layout, store, options, forms)
     found = _plans.get(key)
     if found is None:
         if t.sequences == 0 or (indices is not None and state is not None and not state.shape[0]):
@@ -204,7 +218,7 @@ def launch(
             return
         read, written = (None if x is None else x.dtype for x in (state, final))
         config = decode_config(
-            t, options, state=read, final=written, store=store, indices=indices, accepted=accepted, warps=warps
+            t, options, state=read, final=written, store=store, indices=indices, accepted=accepted, layout=layout
         )
         if len(_plans) >= _PLANS:
             _plans.clear()

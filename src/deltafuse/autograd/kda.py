@@ -12,7 +12,7 @@ from ..reference.options import ceil_div
 from ..runtime.probe import Environment, environment
 from .common import check_once, host_bounds, observed
 from .kda_backward import backward
-from .kda_cute import ARCHITECTURES, Flags, Kernels, flags_of, forward, kernels_for, kernels_of
+from .kda_cute import Flags, Kernels, flags_of, forward, kernels_for, kernels_of
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -45,9 +45,8 @@ def _run(
     q = tensors[0]
     if cu is not None:
         check_once(q, cu, cu_cpu, early)
-    assert env.capability is not None
-    arch = ARCHITECTURES[env.capability]
-    o, state, states = forward(*tensors, cu, flags, kernels, arch)  # type: ignore[call-arg]
+    assert env.arch is not None
+    o, state, states = forward(*tensors, cu, flags, kernels, env.arch)  # type: ignore[call-arg]
     return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu))
 
 
@@ -88,8 +87,8 @@ def _backward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early
     env = environment(q.device.type, q.device.index)
     kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, flags, env.sms)
     tensors = (q, k, v, g, beta, a_log, dt_bias, initial_state)
-    assert env.capability is not None
-    grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, ARCHITECTURES[env.capability], env.sms)
+    assert env.arch is not None
+    grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, env.arch, env.sms)
     found = (grads.q, grads.k, grads.v, grads.g, grads.beta, grads.a_log, grads.dt_bias, grads.initial_state)
     return tuple(q.new_empty(0) if x is None else x for x in found)
 

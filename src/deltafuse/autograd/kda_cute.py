@@ -9,7 +9,7 @@ its transition, `combine` every segment's initial state, and a second `scan` the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig
 from ..kernels.schedule import Schedule, schedule
 from ..problem import DeltaProblem
 from ..runtime import cache
+from .scan import scan_slots, slot_kernels
 
 Load = Callable[[str, Any, str], Callable[..., Any]]
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -34,8 +35,8 @@ def padded(size: int, allowed: tuple[int, ...]) -> int:
     return next(x for x in allowed if x >= size)
 
 
-ARCHITECTURES = {(9, 0): "sm_90a"}
-"""Compute capabilities that have kernels, and what these are compiled for."""
+BLACKWELL = {"sm_100a": 148, "sm_103a": 148}
+"""Architectures whose scan works in tensor memory, and the multiprocessors of their cards."""
 KEY_DIMS = (64, 128)
 VALUE_DIMS = tuple(range(64, 513, 64))
 
@@ -172,6 +173,16 @@ def kernels_of(problem: DeltaProblem, sms: int) -> Kernels:
     )  # fmt: skip
 
 
+def blackwell_kernels(p: DeltaProblem, prepare: PrepareConfig, arch: str) -> Iterator[tuple[str, Any]]:
+    """The kernels behind `prepare` on Blackwell."""
+    apply, scan = slot_kernels(
+        prepare.dtype, prepare.key_dim, padded(p.value_dim, VALUE_DIMS), p.sequences * p.value_heads, prepare.cu_seqlens,
+        p.state_v_first, p.has_initial_state, p.output_final_state, BLACKWELL[arch],
+    )  # fmt: skip
+    yield "warp.kda_apply", apply
+    yield "sm100.kda_scan", scan
+
+
 @lru_cache(maxsize=4096)
 def flags_of(p: DeltaProblem) -> Flags:
     """The flags of a checked call."""
@@ -256,6 +267,19 @@ def forward(
     inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
     state_shape = (sequences, value_heads, *inner)
     h0 = None if initial_state is None else padded_state(initial_state, key_dim, value_dim, flags.state_v_first)
+    if arch in BLACKWELL:
+        o, end = scan_slots(
+            *operands,
+            v,
+            h0,
+            cu_seqlens,
+            final=flags.final,
+            state_v_first=flags.state_v_first,
+            arch=arch,
+            sms=BLACKWELL[arch],
+            load=load,
+        )
+        return _narrowed(o, end, None, width, value_width, flags.state_v_first)
     ht = q.new_empty(state_shape, dtype=torch.float32) if flags.final else None
     hs = q.new_empty((count, *state_shape[1:])) if flags.states else None
     o = q.new_empty((batch, tokens, value_heads, value_dim))

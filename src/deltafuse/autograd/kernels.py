@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..problem import DeltaProblem
 from ..problem_conv import ConvProblem
+from ..runtime.probe import Environment
 from . import conv_cute, decode_cute, kda_backward, kda_cute
 
 
-def kernels_of(problem: Any, sms: int) -> Iterable[tuple[str, Any]]:
+def kernels_of(problem: Any, env: Environment) -> Iterable[tuple[str, Any]]:
     """Names and configs of the kernels that a call of this package's own kernels launches, its gradients' among them where it has any.
 
     Tensors are taken to be contiguous: a convolution of a slice that starts elsewhere than at 16 bytes has other kernels.
@@ -23,11 +24,15 @@ def kernels_of(problem: Any, sms: int) -> Iterable[tuple[str, Any]]:
     assert isinstance(problem, DeltaProblem)
     if problem.op.startswith("fused_recurrent"):
         return decode_cute.kernels_of(problem)
-    return _chunk(problem, sms)
+    return _chunk(problem, env)
 
 
-def _chunk(p: DeltaProblem, sms: int) -> Iterator[tuple[str, Any]]:
-    kernels = kda_cute.kernels_of(p, sms)
+def _chunk(p: DeltaProblem, env: Environment) -> Iterator[tuple[str, Any]]:
+    kernels = kda_cute.kernels_of(p, env.sms)
+    if env.arch in kda_cute.BLACKWELL:
+        yield "warp.kda_prepare", kernels.prepare
+        yield from kda_cute.blackwell_kernels(p, kernels.prepare, env.arch)
+        return
     yield from kernels
     for grad_state in (False, True)[: 1 + p.output_final_state] if p.requires_grad else ():
         yield from kda_backward.plan_backward(

@@ -1,6 +1,7 @@
 """Global memory by address: vectors that are used once and take no room in L1, and loads that may have nothing to load.
 
-An uncached load asks L2 for its whole 128-byte line, since the neighbouring warps want the rest of it.
+An uncached load asks L2 for its whole 128-byte line, since the neighbouring warps want the rest of it. `early` loads are relaxed ones, past
+L1, which ptxas leaves where they are: it moves others down next to their use, and what should overlap comes one after the other.
 """
 
 # mypy: ignore-errors
@@ -17,6 +18,10 @@ _VECTOR = {1: "", 2: ".v2", 4: ".v4"}
 def _list(first, n):
     names = ", ".join(f"${first + i}" for i in range(n))
     return f"{{{names}}}" if n > 1 else names
+
+
+def _order(early):
+    return "relaxed.gpu." if early else ""
 
 
 def _load(name, address, offset, n, valid):
@@ -37,9 +42,9 @@ def _load(name, address, offset, n, valid):
     return out if n > 1 else [out]
 
 
-def load_uncached(address, offset, n, valid=None):
+def load_uncached(address, offset, n, valid=None, early=False):
     """n (1, 2, 4) words at a global address plus a constant offset in bytes, as a list; zeros, without an access, where `valid` is 0."""
-    return _load("global.L1::no_allocate.L2::128B", address, offset, n, valid)
+    return _load(f"{_order(early)}global.L1::no_allocate.L2::128B", address, offset, n, valid)
 
 
 def store_uncached(address, offset, words):
@@ -48,15 +53,15 @@ def store_uncached(address, offset, words):
     asm(f"st.global.L1::no_allocate{_VECTOR[n]}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *words])
 
 
-def load_if(address, offset, n, valid):
+def load_if(address, offset, n, valid, early=False):
     """As `load_uncached`, for what other warps read too."""
-    return _load("global", address, offset, n, valid)
+    return _load(f"{_order(early)}global", address, offset, n, valid)
 
 
-def load_half_if(address, valid):
+def load_half_if(address, valid, early=False):
     """16 bits at a global address in the low half of a word; zero, without an access, where `valid` is 0."""
     text = (
         "{\n.reg .pred p;\n.reg .b16 h;\nsetp.ne.b32 p, $2, 0;\nmov.b16 h, 0;\n"
-        "@p ld.global.b16 h, [$1];\ncvt.u32.u16 $0, h;\n}"
+        f"@p ld.{_order(early)}global.b16 h, [$1];\ncvt.u32.u16 $0, h;\n}}"
     )
     return asm(text, [Uint32], [Int64(address), Int32(valid)])

@@ -1,0 +1,89 @@
+"""What the Blackwell scan keeps where: columns of tensor memory and bytes of shared memory. Arithmetic on a config, nothing of the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import CHUNK, BlackwellScanConfig
+
+TENSOR_COLUMNS = 512
+SHARED_BYTES = 227 * 1024
+PANEL_BYTES = 64 * 64 * 2
+STATE_STAGES = 2
+"""Chunks whose state is held as an operand."""
+READOUT_COLUMNS = 128
+"""Of o's accumulators: two stages, or one of each addend where the scale is still to be applied to the first."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where things lie. Columns are 32 bits wide: a 64-column block of a 16-bit operand takes 32 of them.
+
+    P, the accumulators of w S, takes the first columns of those of the state's update: it is read before they are written, and they are
+    read before the next chunk's P is written.
+    """
+
+    state: int  # S^T rounded, the operand of P and of o: STATE_STAGES of key_dim / 2 columns
+    new_values: int  # v'^T rounded, the operand of the state's update and of o: CHUNK / 2
+    update: int  # accumulators of the state's update: key_dim; P in the first CHUNK
+    readout: int  # accumulators of o: READOUT_COLUMNS
+    columns: int  # used
+    allocated: int  # a power of two
+    readout_stages: int
+    operand_panels: int  # w, qg, kg, Aqk of a chunk
+    value_panels: int  # u of a chunk
+    stages: int  # of operands
+    value_stages: int  # of u and decay
+    barriers: int
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        rows = [
+            ("S^T, io type, 2 stages", self.state, self.new_values),
+            ("v'^T, io type", self.new_values, self.update),
+            ("update of S^T, fp32 (first 64: P)", self.update, self.readout),
+            (f"o^T, fp32, {self.readout_stages} stage{'s' * (self.readout_stages > 1)}", self.readout, self.columns),
+        ]
+        lines = [f"{name:36} columns {first:3} to {last - 1:3}" for name, first, last in rows]
+        return "\n".join([*lines, f"{self.columns} of {TENSOR_COLUMNS} columns used, {self.allocated} allocated"])
+
+
+def plan(config: BlackwellScanConfig, stages: int | None = None, value_stages: int = 2) -> Plan:
+    """The plan for a config; as many stages of operands as fit, at most three, unless `stages` says otherwise."""
+    state = 0
+    new_values = state + STATE_STAGES * config.key_dim // 2
+    update = new_values + CHUNK // 2
+    readout = update + config.key_dim
+    columns = readout + READOUT_COLUMNS
+    allocated = 1 << (columns - 1).bit_length()
+    readout_stages = 2 if config.operands == "slots" else 1
+    blocks, groups = config.key_dim // 64, config.tile // 64
+    operand_panels = 3 * blocks + 1
+    # Values and their decay factors, o on its way out, barriers and what alignment takes.
+    other = (value_stages + 1) * groups * PANEL_BYTES + value_stages * 4 * config.key_dim + 1024
+    if stages is None:
+        stages = min(3, (SHARED_BYTES - other) // (operand_panels * PANEL_BYTES))
+    shared = stages * operand_panels * PANEL_BYTES + other
+    if columns > TENSOR_COLUMNS or shared > SHARED_BYTES or min(stages, value_stages) < 2:
+        raise ValueError(
+            f"{config}: {columns} columns, {stages} and {value_stages} stages, {shared} bytes of shared memory do not fit"
+        )
+    barriers = 3 * stages + 2 * value_stages + 2 * blocks + 2 + 2 * readout_stages
+    return Plan(
+        state, new_values, update, readout, columns, allocated, readout_stages, operand_panels, groups, stages, value_stages, barriers,
+        shared,
+    )  # fmt: skip
+
+
+CHUNK_CYCLES = {64: 1_376.0, 128: 1_696.0}
+"""Cycles a chunk takes by columns of V a CTA, K = 128, as the model on paper has them (docs/blackwell.md)."""
+
+
+def choose(units: int, value_dim: int, sms: int) -> tuple[int, int]:
+    """(tile, cluster) for `units` sequences times value heads: the tile whose CTAs are done first.
+
+    CTAs of one head share all operands but u; wherever there are two, they fetch a half each.
+    """
+    tiles = [t for t in (128, 64) if value_dim % t == 0]
+    tile = min(tiles, key=lambda t: -(-units * (value_dim // t) // sms) * CHUNK_CYCLES[t])
+    return tile, 2 if value_dim // tile % 2 == 0 else 1

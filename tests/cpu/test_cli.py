@@ -116,12 +116,13 @@ KDA = ("explain", "chunk_kda", "--shape", "1,128,2,64,64")
 def test_explain_here_and_elsewhere() -> None:
     assert "backend 'auto': torch" in invoke(*KDA, "--device", "cpu")
     shown = invoke(*KDA, "--device", "h200", "--fla", "--packed", "100,28", "--gate", "bounded", "--safe-gate")
-    assert "chunk_kda 1,128,2,64,64:100,28 bf16 on NVIDIA H200 (sm_90), backend 'auto': fla" in shown
-    assert "-> fla yes" in shown
-    assert "cute no" in shown
-    shown = invoke(*KDA, "--device", "b200", "--no-fla", "--hv", "4")
-    assert "1,128,2,64,64,4 bf16 on NVIDIA B200 (sm_100), backend 'auto': torch" in shown
+    assert "chunk_kda 1,128,2,64,64:100,28 bf16 on NVIDIA H200 (sm_90), backend 'auto': cute" in shown
+    assert "-> cute yes" in shown
+    assert "fla yes" in shown
+    shown = invoke(*KDA, "--device", "a100", "--no-fla", "--hv", "4")
+    assert "1,128,2,64,64,4 bf16 on NVIDIA A100 (sm_80), backend 'auto': torch" in shown
     assert "fla is not installed" in shown
+    assert "cute no" in shown
 
 
 @pytest.mark.parametrize(

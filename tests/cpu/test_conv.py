@@ -588,11 +588,11 @@ def test_opcheck(combination: dict[str, Any]) -> None:
     silu, cu = flags["activation"] is not None, flags.get("cu_seqlens")
     ours = leaves(tensors)
     args = [ours.get(name) for name in NAMES]
-    torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*args, cu, cu, silu, final))
+    torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*args, cu, cu, silu, final, False))
     dy, ds = seeds(tensors, flags)
     x, weight, bias, _, state = [None if t is None else t.detach() for t in args]
     for needs in ([True] * 4, [False, True, False, True]):
-        rest = (cu, None, silu, dy, ds if final else None, needs)
+        rest = (cu, None, silu, False, dy, ds if final else None, needs)
         torch.library.opcheck(OPS.causal_conv1d_bwd.default, (x, weight, bias, state, *rest))
 
 
@@ -602,8 +602,8 @@ def test_opcheck_update(strides: str) -> None:
         tensors, _ = make(B=3, T=1, W=W, bias=True, residual=True, initial=True, dtype=torch.bfloat16)
         tensors["x"], tensors["residual"] = tensors["x"][:, 0], tensors["residual"][:, 0]
         x, weight, bias, residual, cache = (strided(tensors[name], strides) for name in NAMES)
-        torch.library.opcheck(OPS.causal_conv1d_update.default, (x, cache, weight, bias, residual, True))
-        torch.library.opcheck(OPS.causal_conv1d_update.default, (x, cache, weight, None, None, False))
+        torch.library.opcheck(OPS.causal_conv1d_update.default, (x, cache, weight, bias, residual, True, False))
+        torch.library.opcheck(OPS.causal_conv1d_update.default, (x, cache, weight, None, None, False, False))
 
 
 @pytest.mark.parametrize("combination", COMPILED, ids=label)

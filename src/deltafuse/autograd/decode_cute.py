@@ -143,6 +143,11 @@ def _parameter(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.detach().float().contiguous()
 
 
+def _leaf(x: Tensor) -> Tensor:
+    """x outside autograd: parameters ask for gradients where there are none, and DLPack may refuse to hand them over."""
+    return x.detach() if x.requires_grad else x
+
+
 def _bytes(x: Tensor) -> int:
     """From x's first byte to its last."""
     if not x.numel():
@@ -206,7 +211,8 @@ def launch(
 
     What does not lie as the kernel wants it is copied, and copied back where it is written. `layout` as in `decode_config`.
     """
-    tensors = (t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias, state, indices, accepted, t.cu_seqlens, out, final)
+    given = (t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias, state, indices, accepted, t.cu_seqlens, out, final)
+    tensors = tuple([x if x is None else _leaf(x) for x in given])
     forms = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
     key = (arch, load, layout, store, options, forms)
     found = _plans.get(key)
@@ -251,8 +257,8 @@ def _launch_on_copies(
 ) -> None:
     def right(x: Tensor | None, fine: bool) -> Tensor | None:
         if x is None or (fine and x.data_ptr() % 16 == 0):
-            return x
-        return x.clone(memory_format=torch.contiguous_format)
+            return x if x is None else _leaf(x)
+        return x.detach().clone(memory_format=torch.contiguous_format)
 
     args = list(tensors)
     for place, fine in zip((0, 1, 3), plan.rows, strict=True):

@@ -13,19 +13,20 @@ import math
 
 from cutlass import Float32
 
-from .ptx import exp2, fma, fmax, log2, minus_abs, reciprocal, select
+from .ptx import exp2, fma, fmax, minus_abs, reciprocal, select
 
 LOG2E = math.log2(math.e)
-SMALL = 2.0**-6
-"""Up to here log2(1 + t) is a polynomial, beyond it lg2.approx; either way to 1e-5 of its value."""
+SERIES = (1.4426829, -0.72042614, 0.4691741, -0.30303621, 0.14603285, -0.034435887)
+"""Of log2(1 + t) / t, t from 0 to 1: to 9e-6 of its value."""
 
 
 def softplus2(y):
     """log2(1 + 2^y), with full relative accuracy where it is small."""
     t = exp2(minus_abs(y))
-    series = t * fma(t, fma(t, LOG2E / 3, -LOG2E / 2), LOG2E)
-    log = select(t < Float32(SMALL), series, log2(t + 1.0))
-    return fmax(y, 0.0) + log
+    quotient = Float32(SERIES[-1])
+    for c in reversed(SERIES[:-1]):
+        quotient = fma(t, quotient, c)
+    return fma(t, quotient, fmax(y, 0.0))
 
 
 def sigmoid2(y):
@@ -52,7 +53,8 @@ class Gate:
         if kind == "softplus":
             self.inner, self.outer = Float32(LOG2E), -rate
         else:
-            self.inner, self.outer = rate * LOG2E, lower_bound * LOG2E
+            # Not 0, so that minus infinity stays a way to say no decay.
+            self.inner, self.outer = fmax(rate * LOG2E, 2.0**-120), lower_bound * LOG2E
         self.shift = Float32(0.0) if dt_bias is None else dt_bias * self.inner
 
     def factor(self, on):

@@ -1,7 +1,7 @@
-"""Inverse of a unit lower triangular 64x64 matrix in shared memory, by 128 threads, in fp32.
+"""Inverse of a unit lower triangular 64x64 matrix in shared memory, by 8 warps, in fp32.
 
-    (I + L)^-1 of 16x16 diagonal blocks        forward substitution, one warp a block
-    [A 0; L B]^-1 = [A' 0; -B' L A' B']         twice: from 16 to 32 rows, from 32 to 64 (A', B' the inverses of A, B)
+    (I + L)^-1 of 8x8 diagonal blocks          forward substitution, one warp two blocks
+    [A 0; L B]^-1 = [A' 0; -B' L A' B']         three times: from 8 to 16, to 32, to 64 rows (A', B' the inverses of A, B)
 
 The second step's products take the tensor cores with operands split in two tf32 numbers (`mma_3xtf32`), so that they are as good as fp32's
 where elements of the inverse are large (|beta| up to 2, keys without norm).
@@ -32,23 +32,43 @@ def at(row, column):
 
 @cute.jit
 def invert_block(sL, sM, warp, lane):
-    """Diagonal block `warp` of M by forward substitution: lane j (and j + 16) has column j, m_i = [i = j] - sum_{k < i} L_ik m_k."""
-    j = lane % 16
+    """Diagonal block `warp` of M: its two diagonal blocks of 8 rows by forward substitution, the block below by tensor cores."""
     block = at(16 * warp, 16 * warp)
+    invert_8(sL + block, sM + block, lane)
+    cute.arch.sync_warp()
+    combine_8(sL + block, sM + block, lane)
+
+
+@cute.jit
+def invert_8(sL, sM, lane):
+    """Lane j (and j + 16) has column j of one of the blocks: m_i = [i = j] - sum_{k < i} L_ik m_k."""
+    j, part = lane % 8, lane // 8 % 2
+    corner = part * at(8, 8)
     column = []
-    for i in cutlass.range_constexpr(16):
+    for i in cutlass.range_constexpr(8):
         m = select(j == i, 1.0, 0.0)
         for k in cutlass.range_constexpr(0, i, 4):
-            for x, value in enumerate(load_shared(sL + block, at(i, k), 4)):
+            for x, value in enumerate(load_shared(sL + corner, at(i, k), 4)):
                 if cutlass.const_expr(k + x < i):
                     m = fma(-value, column[k + x], m)
         column.append(m)
-    # Each half of the warp writes 8 rows, 4 apart (16 banks).
+    # Each half of the warp writes 4 rows, and a pair of the zeros above the diagonal.
     half = lane // 16
-    to = sM + block + at(4 * half, j)
-    for i in cutlass.range_constexpr(8):
-        row = i + i // 4 * 4
-        store_shared(to, at(row, 0), [select(half, column[row + 4], column[row])])
+    to = sM + corner + half * at(4, 0) + at(0, j)
+    for i in cutlass.range_constexpr(4):
+        store_shared(to, at(i, 0), [select(half, column[i + 4], column[i])])
+    store_shared(sM + at(lane // 4, 8 + lane % 4 * 2), 0, [Float32(0.0)] * 2)
+
+
+def combine_8(sL, sM, lane):
+    """Rows 8..15, columns 0..7 of a block: -(M_22 L_21) M_11, in the upper half of the tensor cores' tiles."""
+    r, t = lane // 4, lane % 4
+    zero = split_tf32(Float32(0.0))
+    upper = [split_tf32(x) for x in load_shared(sM + at(r, 2 * t), at(8, 8), 2)]
+    b = at(2 * t, r)
+    z = mma_3xtf32((upper[0], zero, upper[1], zero), _load_b(sL + b, 8, 0), _zeros())
+    y = mma_3xtf32((split_tf32(z[0]), zero, split_tf32(z[1]), zero), _load_b(sM + b, 0, 0), _zeros())
+    store_shared(sM + at(r, 2 * t), at(8, 0), [-y[0], -y[1]])
 
 
 def _load_a(address, row, column):
@@ -76,7 +96,7 @@ def _store_minus(address, column, c):
 
 
 def combine_16(sL, sM, warp, lane):
-    """Blocks (1, 0) and (3, 2) of M, a warp for 8 columns of one: -(M_22 L_21) M_11."""
+    """Blocks (1, 0) and (3, 2) of M, a warp (0 to 3) for 8 columns of one: -(M_22 L_21) M_11."""
     r, t = lane // 4, lane % 4
     pair, part = warp // 2, warp % 2
     corner = at(32 * pair, 32 * pair)
@@ -95,50 +115,58 @@ def combine_16(sL, sM, warp, lane):
 
 
 @cute.jit
-def combine_32(sL, sM, warp, lane):
-    """Rows 32..63, columns 0..31 of M, a warp for 16 rows and 16 columns: -(M_B L_BA) M_A, without the products with blocks of zeros."""
+def multiply_left(sL, sM, warp, lane):
+    """Z = M_B L_BA, rows 32..63 and columns 0..31, a warp for 16 rows and 8 columns, without the products with blocks of zeros.
+
+    It goes where M is above its diagonal blocks, 32 rows up and 32 columns to the right.
+    """
     r, t = lane // 4, lane % 4
-    row, half = warp // 2, warp % 2
+    row, part = warp // 4, warp % 4
     a = sM + at(32 + 16 * row + r, 32 + 2 * t)
-    b = at(2 * t, r)
-    rZ = cute.make_rmem_tensor((4, 4), Float32)
+    b = sL + at(32 + 2 * t, 8 * part + r)
+    rZ = cute.make_rmem_tensor((4,), Float32)
     rZ.fill(0.0)
-    for k in cutlass.range(row + 1, unroll=1):
-        for step in cutlass.range_constexpr(2):
-            m = _load_a(a + k * 64, 0, 8 * step)
-            for n in cutlass.range_constexpr(4):
-                below = _load_b(sL + b + k * at(16, 0), 32 + 8 * step, 8 * n)
-                z = mma_3xtf32(m, below, [rZ[i, n] for i in range(4)])
-                for i in cutlass.range_constexpr(4):
-                    rZ[i, n] = z[i]
-    rY = cute.make_rmem_tensor((4, 2), Float32)
-    rY.fill(0.0)
-    from_m = sM + b + half * 64
-    if half == 0:
-        multiply_rows(rZ, rY, from_m, 0)
-    multiply_rows(rZ, rY, from_m, 2)
-    to = sM + at(32 + 16 * row + r, 16 * half + 2 * t)
-    for n in cutlass.range_constexpr(2):
-        _store_minus(to, 8 * n, [rY[i, n] for i in range(4)])
+    multiply(rZ, a, b, 0)
+    if row == 1:
+        multiply(rZ, a, b, 2)
+    to = sM + at(16 * row + r, 32 + 8 * part + 2 * t)
+    for h in cutlass.range_constexpr(2):
+        store_shared(to, at(8 * h, 0), [rZ[2 * h], rZ[2 * h + 1]])
 
 
 @cute.jit
-def multiply_rows(rZ, rY, address, first: cutlass.Constexpr):
-    """Y += Z[:, 16 columns] M_A[these 16 rows, 16 columns]."""
+def multiply_right(sM, warp, lane):
+    """-Z M_A into rows 32..63, columns 0..31 of M, a warp for 16 rows and 8 columns."""
+    r, t = lane // 4, lane % 4
+    row, part = warp // 4, warp % 4
+    a = sM + at(16 * row + r, 32 + 2 * t)
+    b = sM + at(2 * t, 8 * part + r)
+    rY = cute.make_rmem_tensor((4,), Float32)
+    rY.fill(0.0)
+    if part < 2:
+        multiply(rY, a, b, 0)
+    multiply(rY, a, b, 2)
+    _store_minus(sM + at(32 + 16 * row + r, 8 * part + 2 * t), 0, [rY[i] for i in range(4)])
+
+
+@cute.jit
+def multiply(acc, a, b, first: cutlass.Constexpr):
+    """acc += A[16 rows, 16 columns] B[these 16 rows, 8 columns]; steps of 8 of them, `first` and the next."""
     for step in cutlass.range_constexpr(first, first + 2):
-        z = _as_a([rZ[i, step] for i in range(4)])
-        for n in cutlass.range_constexpr(2):
-            y = mma_3xtf32(z, _load_b(address, 8 * step, 8 * n), [rY[i, n] for i in range(4)])
-            for i in cutlass.range_constexpr(4):
-                rY[i, n] = y[i]
+        x = mma_3xtf32(_load_a(a, 0, 8 * step), _load_b(b, 8 * step, 0), [acc[i] for i in range(4)])
+        for i in cutlass.range_constexpr(4):
+            acc[i] = x[i]
 
 
 @cute.jit
 def invert_rest(sL, sM, warp, lane):
-    """All of M below the diagonal blocks, which `invert_block` has made. 128 threads together, L and these blocks complete in shared
-    memory after the first barrier here, M after the last; above its diagonal blocks M is not written."""
+    """All of M below the diagonal blocks, which `invert_block` has made. 8 warps together, L and these blocks complete in shared memory
+    after the first barrier here, M after the last; blocks of M above its diagonal hold other numbers."""
     cute.arch.sync_threads()
-    combine_16(sL, sM, warp, lane)
+    if warp < 4:
+        combine_16(sL, sM, warp, lane)
     cute.arch.sync_threads()
-    combine_32(sL, sM, warp, lane)
+    multiply_left(sL, sM, warp, lane)
+    cute.arch.sync_threads()
+    multiply_right(sM, warp, lane)
     cute.arch.sync_threads()

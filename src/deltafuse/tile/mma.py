@@ -25,6 +25,16 @@ def mma_16bit(dtype, a, b, c):
     return _mma(f"m16n8k16.row.col.f32.{name}.{name}.f32", a, b, c)
 
 
+def mma_16bit_short(dtype, a, b, c):
+    """m16n8k8 of bf16 or fp16: A is the first two words of m16n8k16's, B the first one."""
+    name = {BFloat16: "bf16", Float16: "f16"}[dtype]
+    text = (
+        f"mma.sync.aligned.m16n8k8.row.col.f32.{name}.{name}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+    )
+    return asm(text, [Float32] * 4, [Uint32(x) for x in (*a, b)] + [Float32(x) for x in c])
+
+
 def mma_tf32(a, b, c):
     """m16n8k8 of tf32."""
     return _mma("m16n8k8.row.col.f32.tf32.tf32.f32", a, b, c)

@@ -66,6 +66,12 @@ def store_shared_if(address, offset, values, valid):
     asm(text, [], [Int32(address), *values, Int32(valid)])
 
 
+def load_shared_half(address, offset):
+    """16 bits at a shared-memory address in the low half of a word."""
+    text = f"{{\n.reg .b16 h;\nld.shared.b16 h, [$1+{offset}];\ncvt.u32.u16 $0, h;\n}}"
+    return asm(text, [Uint32], [Int32(address)])
+
+
 def load_shared_if(address, offset, n, valid, dtype=Float32):
     """As `load_shared` for n = 2, 4; zeros, without an access, where `valid` is 0."""
     zero = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
@@ -87,14 +93,24 @@ def load_global(address, offset, n, dtype=Uint32, early=False):
     return out if n > 1 else [out]
 
 
-def load_global_half(address):
-    """16 bits at a global address in the low half of a word."""
-    return asm("ld.global.u16 $0, [$1];", [Uint32], [Int64(address)])
+def load_global_half(address, early=False):
+    """16 bits at a global address in the low half of a word; early as for `load_global`."""
+    order = ".relaxed.gpu" if early else ""
+    return asm(f"ld{order}.global.u16 $0, [$1];", [Uint32], [Int64(address)])
 
 
 def store_global(address, offset, values):
     n = len(values)
     asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
+
+
+def barrier_of(group, threads):
+    """A barrier of the `threads` threads of group 0, 1, 2 or 3; barrier 0 of the CTA is free. Written out, since a number in a register
+    takes all 16 of them."""
+    text = " ".join(f"setp.eq.s32 p{i}, $0, {i};" for i in range(4)) + "".join(
+        f"\n@p{i} bar.sync {i + 1}, {threads};" for i in range(4)
+    )
+    asm(f"{{\n.reg .pred p0, p1, p2, p3;\n{text}\n}}", [], [Int32(group)])
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------------------------
@@ -142,6 +158,12 @@ def select(condition, a, b, *, loc=None, ip=None):
 def mad_wide(a, b, c):
     """a b + c of Int32 a, b and Int64 c, all bits of the product."""
     return asm("mad.wide.s32 $0, $1, $2, $3;", [Int64], [Int32(a), Int32(b), c], volatile=False)
+
+
+def mad_long(a, b, c):
+    """a b + c of Int32 a, which is not negative, and Int64 b, c."""
+    text = "{\n.reg .u64 a;\ncvt.u64.u32 a, $1;\nmad.lo.u64 $0, a, $2, $3;\n}"
+    return asm(text, [Int64], [Int32(a), b, c], volatile=False)
 
 
 def pack(dtype, low, high):

@@ -8,7 +8,9 @@ G is the inclusive cumulative sum of the gate's base-2 logarithms within the chu
 
 With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too.
 
-One CTA of 4 warps makes one chunk of one value head; warp b owns rows 16b .. 16b + 15, "block b". Warp-level instructions only.
+One CTA of 8 warps makes one chunk of one value head. A warp owns the 16 rows of block b, 16b .. 16b + 15, in one half of the K columns;
+for the products of rows it owns q's of a block in all columns (half 0, which makes Aqk) or k's (half 1, which makes L). Warp-level
+instructions only.
 
 Exponents. H is the cumulative sum within a block and t_b its last row, so that G = H + (t of the blocks before). No exponential
 is taken of a difference of rows:
@@ -17,25 +19,34 @@ is taken of a difference of rows:
     columns  k_j 2^(-H_j - 60)                                 for its own block (rows and columns are in range while -120 <= H <= 30)
              k_j 2^(t_b' - H_j) 2^(t strictly between b', b)   for each later block b; carries 2^-60 where the rows' 2^60 is to be undone
 
+2^(t_b' - H_j) is 2^(-H_j - 60) 2^(t_b' + 60), unless a row of the block does not fit (below): then it is an exponential of its own.
+
 fp16 does not hold 2^60 and 2^-60: there the own block's products are tf32's, and rows meet blocks before without 2^60. A row that ends
 beyond this range, or comes after one that does, "does not fit" and gets its own block's scores from `exact_block`: a pass for each power
 of two at which i and j can part company, with factors of at most 1. Nothing that scales or decides for row i comes from a later row.
 
-Registers. Contractions run in an order of the columns in which lane 4 r + t has, of rows r and r + 8, columns 32 m + 8 t .. + 7 for
-every m: 16-byte vectors of global memory are A and B fragments as they are, and outputs leave as such vectors. The gate goes the other
-way, a thread has 4 (K = 64: 2) columns of its warp's 16 rows, and crosses over through shared memory as H.
+Registers. Contractions run in an order of the columns in which lane 4 r + t has, of rows r and r + 8, columns 32 m + 8 t .. + 7 of its
+half for every m: 16-byte vectors of global memory are A and B fragments as they are, and outputs leave as such vectors. The gate goes
+the other way, a thread has 2 (K = 64: 1) columns of its warp's 16 rows, and crosses over through shared memory as H.
 
-Timeline (| is a barrier of the CTA)
-    q, k, g, beta into registers; H; |x|^2 as the diagonal of x x^T | a thread a column: 2^(sums of t), decay |
-    qg, kd, kg out; columns to shared memory; own block's scores | other blocks' scores; Aqk out; inverse of the own block |
-    M from 16 to 32 rows | to 64 rows | M' out
+Timeline (| is a barrier of the CTA, : one of the two warps of a block, / one of the warp)
+    raw g on its way to shared memory, q, k, beta into registers / H; |x|^2 as the diagonal of x x^T, of half the columns |
+    2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns; rows to shared memory |
+    rows of all columns : own and other blocks' scores / Aqk out; inverse of the own block |
+    M from 16 to 32 rows | to 64 rows: one product | the other | M' out
 
-Shared memory, bytes (K = 128: 68,864)
-    matrices   34,816  H + 60 [4][16][K + 4] fp32 until the third barrier, then L and M [64][68] fp32
-    vectors     9,216  t [4][K] and 2^(sums) [11][K] fp32 until the third barrier, then Aqk [64][72] io
-    columns    24,576  [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
+Shared memory, bytes (K = 128: 72,960)
+    matrices   34,816  of a warp: H + 60 [16][K / 2 + 4] fp32, in place of which come its rows of q and k as fragments; 4,352 bytes apart,
+                       at half, b. After that L and M [64][68] fp32: the rows of L take the place of the block's half 0, those of M of
+                       half 1
+    t           2,048  [4][K] fp32
+    norms       1,024  [64][q, k][half] fp32
+    tables     10,240  of a warp: powers [5][K / 2] fp32, then the own block's sums for the other half [2][32 lanes][16 bytes]; then, of two
+                       warps, a block's 16 rows of Aqk [16][72] io
+    columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
+                       [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
     beta          256  fp32
-Three CTAs an SM: 168 registers a thread.
+Three CTAs an SM: 80 registers a thread; with fp16, whose tf32 fragments take twice the room, two CTAs and 128 registers.
 
 Constraints: K 64 or 128; rows of q, k, g are 16-byte aligned with contiguous elements, tokens less than 2 GiB apart; rows of a chunk
 behind its sequence's end are not read and give zeros.
@@ -51,10 +62,12 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
+from ...tile.fetch import copy_async, wait_copies
 from ...tile.gate import Gate, sigmoid
-from ...tile.mma import mma_16bit, mma_tf32
+from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
 from ...tile.ptx import (
     as_float,
+    barrier_of,
     exp2,
     fma,
     fmax,
@@ -62,10 +75,12 @@ from ...tile.ptx import (
     load_global,
     load_global_half,
     load_shared,
+    load_shared_half,
     load_shared_if,
+    mad_long,
     mad_wide,
-    opaque,
     pack,
+    reciprocal,
     rsqrt,
     select,
     store_global,
@@ -76,18 +91,17 @@ from ...tile.ptx import (
 )
 from ...tile.sequence import chunk_of_slot
 from ..config import CHUNK, PrepareConfig
+from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
-SHIFT = 60
-LOWEST, HIGHEST = -120.0, 30.0
-"""Of H, for rows that fit."""
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
+MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}
 EPSILON = 1e-6
 """Of the L2 norm."""
 
 
-class KdaPrepare:
+class KdaPrepare(ExactRows):
     """The kernel for one `PrepareConfig`."""
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -99,15 +113,24 @@ class KdaPrepare:
         self.bf16 = self.dtype is BFloat16
         # Panels of scores: M', Aqk and, where it is wanted, M.
         self.scores = 3 if config.inverse else 2
-        self.h_row = (self.K + 4) * 4
+        # Of a warp's half: columns, steps of 32 of them, the gate's columns of a thread.
+        self.width = self.K // 2
+        self.steps = self.K // 64
+        self.gate_columns = self.K // 64
+        self.h_row = (self.width + 4) * 4
+        # The raw gate's rows: where H will be, if it has H's size.
+        self.raw_bits = self.gate_dtype.width
+        self.raw_row = self.h_row if self.raw_bits == 32 else self.width * 2
         # Exponents of the columns for later blocks, and what kg has to make up for.
         self.column_shift = SHIFT if self.bf16 else 0
-        self.gate_columns = self.K // 32
         # Byte offsets in shared memory.
+        self.region = 16 * inverse.STRIDE * 4
         self.at_m = inverse.BYTES
-        self.at_vectors = 2 * inverse.BYTES
-        self.at_powers = self.at_vectors + 4 * self.K * 4
-        self.at_columns = self.at_vectors + CHUNK * AQK_ROW
+        self.at_t = 2 * inverse.BYTES
+        self.at_norms = self.at_t + 4 * self.K * 4
+        self.at_tables = self.at_norms + CHUNK * 16
+        self.table = max(5 * self.width * 4, 8 * AQK_ROW)
+        self.at_columns = self.at_tables + 8 * self.table
         self.pair_bytes = self.K // 32 * 1024
         self.at_beta = self.at_columns + 6 * self.pair_bytes
         self.shared_bytes = self.at_beta + CHUNK * 4
@@ -142,9 +165,9 @@ class KdaPrepare:
             slots // batches, by_head, by_batch, by_group,
         ).launch(
             grid=(slots * value_heads, 1, 1),
-            block=(128, 1, 1),
+            block=(256, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=3 if self.bf16 else 2,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -191,136 +214,186 @@ class KdaPrepare:
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
+        # Of the warps of a scheduler, w and w + 4, the one has as many blocks before its own as the other has behind it.
+        half = warp >> 2
+        block = half * 7 + warp - 2 * half * warp
         # Behind the end the last row is read again; what is made of it is multiplied by zeros. A slot that is nobody's reads some row.
         last = cutlass.max(rows, 1) - 1
         place = (batch, cutlass.min(first, mQ.shape[1] - 1))
-        a_log, dt_bias = self.load_parameters(mALog, mBias, head, lane)
-        beta = self.load_beta(mBeta, place, cutlass.min(tid % CHUNK, last), head)
-        gate = self.load_gate(mG, place, last, head, warp, lane)
-        k = self.load_rows(self.row_addresses(mK, place, last, key_head, warp, lane))
-        q = self.load_rows(self.row_addresses(mQ, place, last, key_head, warp, lane))
+        sH = sAll + (4 * half + block) * self.region
+        sRaw = sH if const_expr(self.raw_bits == 32) else sAll + self.at_columns + warp * (16 * self.raw_row)
+        self.copy_gate(mG, place, last, head, sRaw, half, block, lane)
+        k = self.load_rows(self.row_addresses(mK, place, last, key_head, half, block, lane))
+        q = self.load_rows(self.row_addresses(mQ, place, last, key_head, half, block, lane))
+        a_log, dt_bias = self.load_parameters(mALog, mBias, head, half, lane)
+        beta = Uint32(0)
+        if warp < 2:
+            beta = self.load_beta(mBeta, place, cutlass.min(tid, last), head)
         # The branch keeps these loads above all else.
         if rows > 0:
             self.chunk(
                 mQ, mK, mFactors, mScores, mDecay, mBetaEff, scale, lower_bound, beta_limit, sAll, place, rows, head, key_head,
-                slot, warp, lane, a_log, dt_bias, beta, gate, k, q,
+                slot, tid, half, block, lane, a_log, dt_bias, beta, sH, sRaw, k, q,
             )  # fmt: skip
+        else:
+            # Shared memory is somebody else's after the end.
+            wait_copies()
 
     @cute.jit
     def chunk(
         self, mQ, mK, mFactors, mScores, mDecay, mBetaEff, scale, lower_bound, beta_limit, sAll, place, rows, head, key_head,
-        slot, warp, lane, a_log, dt_bias, raw_beta, raw_gate, words_k, words_q,
+        slot, tid, half, block, lane, a_log, dt_bias, raw_beta, sH, sRaw, words_k, words_q,
     ):  # fmt: skip
         """All that follows the loads."""
-        tid = 32 * warp + lane
-        mine = 16 * warp + lane // 4  # rows mine, mine + 8
-        valid = [mine + 8 * h < rows for h in range(2)]
+        mine = 16 * block + lane // 4  # rows mine, mine + 8
         unit = Int64(slot) * mFactors.shape[1] + head
         to_beta = mBetaEff.iterator.toint() + unit * (CHUNK * 4) if const_expr(self.config.inverse) else None
+        if const_expr(self.config.l2norm):
+            self.share_norms(words_q, sAll + self.at_norms + half * 4, block, lane)
+            self.share_norms(words_k, sAll + self.at_norms + 8 + half * 4, block, lane)
         self.share_beta(raw_beta, rows, beta_limit, sAll, to_beta, tid)
-        sH = sAll + warp * (16 * self.h_row)
+        wait_copies()
+        cute.arch.sync_warp()
+        self.fill_gate(sRaw, rows - 16 * block, lane)
         gates = [Gate(self.config.gate, a_log, x, lower_bound) for x in dt_bias]
-        fits = self.sum_gate(raw_gate, gates, rows, sAll, sH, warp, lane)
+        sT = sAll + self.at_t + half * (self.width * 4)
+        fits = self.sum_gate(sRaw, gates, sT, sH, block, lane)
+        cute.arch.sync_threads()
+
+        table = sAll + self.at_tables + (2 * block + half) * self.table
+        self.powers(sT, table, half, block, lane, mDecay.iterator.toint() + unit * (self.K * 4))
         factor_q, factor_k = [scale] * 2, [Float32(1.0)] * 2
         if const_expr(self.config.l2norm):
-            factor_q = [scale * x for x in self.row_norms(words_q, lane)]
-            factor_k = self.row_norms(words_k, lane)
+            factor_q, factor_k = self.row_factors(sAll + self.at_norms + mine * 16, scale)
+        valid = [mine + 8 * h < rows for h in range(2)]
         factor_q = [select(v, x, 0.0) for v, x in zip(valid, factor_q, strict=True)]
         factor_k = [select(v, x, 0.0) for v, x in zip(valid, factor_k, strict=True)]
-        cute.arch.sync_threads()
-
-        if tid < self.K:
-            self.powers(sAll, tid, mDecay.iterator.toint() + unit * (self.K * 4))
-        cute.arch.sync_threads()
-
-        out = mFactors.iterator.toint() + unit * (3 * self.K * CHUNK * 2)
-        rows_q, rows_k, own_q, own_k = self.factors(words_q, words_k, factor_q, factor_k, sAll, sH, out, warp, lane)
-        rQ = self.registers(own_q)
-        rK = self.registers(own_k)
-        if not fits:
-            # Addresses anew from a lane number of their own: they would take eight registers until here.
-            again = opaque(lane)
-            from_q = self.row_addresses(mQ, place, rows - 1, key_head, warp, again)
-            from_k = self.row_addresses(mK, place, rows - 1, key_head, warp, again)
-            self.exact_block(rQ, rK, from_q, from_k, factor_q, factor_k, sH, lane)
-        cute.arch.sync_threads()
-
-        sBeta = sAll + self.at_beta
-        beta = [load_shared(sBeta + mine * 4, 32 * h, 1)[0] for h in range(2)]
-        self.write_scores(rQ, rK, beta, sAll, warp, warp, lane, True)
-        for b in cutlass.range(warp, unroll=1):
-            self.other_block(rows_q, rows_k, beta, sAll, b, warp, lane)
         cute.arch.sync_warp()
+
+        out = self.places(mFactors.iterator.toint() + unit * (3 * self.K * CHUNK * 2), half, mine, lane)
         image = mScores.iterator.toint() + unit * (self.scores * panel.BYTES)
-        self.write_aqk(image + panel.BYTES, sAll, warp, lane)
-        inverse.invert_block(sAll, sAll + self.at_m, warp, lane)
+        rQ = cute.make_rmem_tensor((4, 2), Float32)
+        rK = cute.make_rmem_tensor((4, 2), Float32)
+        if fits:
+            self.factors(
+                rQ, rK, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, True
+            )  # fmt: skip
+        else:
+            from_q = self.row_addresses(mQ, place, rows - 1, key_head, half, block, lane)
+            from_k = self.row_addresses(mK, place, rows - 1, key_head, half, block, lane)
+            # Sums wait where M' and Aqk will be: what takes registers here takes them from everything.
+            scratch = image + Int64((4 * half + block) * 2048 + lane * 16)
+            self.exact_block(scratch, from_q, from_k, factor_q, factor_k, sH, lane)
+            first_bad = self.first_bad_row(sH, lane)
+            cute.arch.sync_warp()
+            # Read again: the words would not have stayed in registers.
+            again_q, again_k = self.load_rows(from_q), self.load_rows(from_k)
+            self.factors(
+                rQ, rK, again_q, again_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, False
+            )  # fmt: skip
+            self.take_exact(rQ, scratch, first_bad, lane)
+            self.take_exact(rK, scratch + 1024, first_bad, lane)
+        cute.arch.sync_warp()
+        self.share_sums(rQ, rK, table, half, lane)
+        cute.arch.sync_threads()
+
+        role = (sAll, half, block, lane)
+        rows_all = self.load_rows_of_both(sAll + block * self.region, half, lane)
+        sums = self.load_sums(rQ, rK, table + self.table - 2 * half * self.table, half, lane)
+        beta = [load_shared(sAll + self.at_beta + mine * 4, 32 * h, 1)[0] for h in range(2)]
+        # L and M are written where these rows were.
+        barrier_of(block, 64)
+        self.write_scores(sums, beta, role, block, True)
+        for b in cutlass.range(block, unroll=1):
+            self.other_block(rows_all, beta, role, b)
+        cute.arch.sync_warp()
+        if half == 0:
+            self.write_aqk(image + panel.BYTES, sAll, block, lane)
+        else:
+            inverse.invert_block(sAll, sAll + self.at_m, block, lane)
+        warp = cute.arch.make_warp_uniform(tid // 32)
         inverse.invert_rest(sAll, sAll + self.at_m, warp, lane)
         self.write_inverse(image, sAll, rows, warp, lane)
 
     # ---- loads ---------------------------------------------------------------------------------------------------------------------
-    def row_address(self, mX, place, head, column, size):
-        """Of the first token's element of a [B, T, H, D] tensor; place is (batch entry, first token)."""
-        offset = Int64(place[0]) * Int64(mX.stride[0]) + Int64(place[1]) * Int64(mX.stride[1])
-        return mX.iterator.toint() + (offset + Int64(head) * Int64(mX.stride[2]) + Int64(column)) * size
+    def head_address(self, mX, batch, head, column, size):
+        """Of token 0's element of a [B, T, H, D] tensor."""
+        offset = mad_long(batch, Int64(mX.stride[0]), mad_long(head, Int64(mX.stride[2]), Int64(0)))
+        return mad_wide(column, size, mX.iterator.toint() + offset * size)
 
-    def row_addresses(self, mX, place, last, head, warp, lane):
-        """Of this lane's first column in its two rows of q or k; `last` is the last row there is."""
-        start = self.row_address(mX, place, head, 8 * (lane % 4), 2)
-        rows = [cutlass.min(16 * warp + lane // 4 + 8 * h, last) for h in range(2)]
+    def row_addresses(self, mX, place, last, head, half, block, lane):
+        """Of this lane's first column in its two rows of q or k; place is (batch entry, first token), `last` the last row there is."""
+        start = self.head_address(mX, place[0], head, half * self.width + 8 * (lane % 4), 2)
+        rows = [place[1] + cutlass.min(16 * block + lane // 4 + 8 * h, last) for h in range(2)]
         return [mad_wide(row, Int32(mX.stride[1]) * 2, start) for row in rows]
 
     def load_rows(self, addresses):
         """This lane's words of q or k: [m][row r, row r + 8][4]."""
-        return [[load_global(a, 64 * m, 4, early=True) for a in addresses] for m in range(self.K // 32)]
+        return [[load_global(a, 64 * m, 4, early=True) for a in addresses] for m in range(self.steps)]
 
-    def load_gate(self, mG, place, last, head, warp, lane):
-        """This thread's words of the raw gate: [row of the block][words]."""
-        size = self.gate_dtype.width // 8
-        columns = self.gate_columns
-        start = self.row_address(mG, place, head, columns * lane, size)
+    def copy_gate(self, mG, place, last, head, sRaw, half, block, lane):
+        """The raw gate of the warp's rows and columns to shared memory, under way until `wait_copies`."""
+        size = self.raw_bits // 8
+        vectors = self.width * size // 16
+        row, vector = lane // vectors, lane % vectors
+        start = self.head_address(mG, place[0], head, half * self.width + vector * (16 // size), size)
         step = Int32(mG.stride[1]) * size
-        rows = [cutlass.min(16 * warp + i, last) for i in range(16)]
-        return [load_global(mad_wide(row, step, start), 0, columns * size // 4, early=True) for row in rows]
+        rows = 32 // vectors
+        to = sRaw + row * self.raw_row + vector * 16
+        for i in range(0, 16, rows):
+            address = mad_wide(place[1] + cutlass.min(16 * block + i + row, last), step, start)
+            copy_async(to + i * self.raw_row, address, 0)
 
-    def load_parameters(self, mALog, mBias, head, lane):
+    def load_parameters(self, mALog, mBias, head, half, lane):
         """A_log, and dt_bias of this thread's columns."""
         n = self.gate_columns
-        a_log = None if mALog is None else load_global(mALog.iterator.toint() + Int64(head) * 4, 0, 1, Float32)[0]
+        a_log = None if mALog is None else load_global(mALog.iterator.toint() + Int64(head) * 4, 0, 1, Float32, True)[0]
         if mBias is None:
             return a_log, [None] * n
-        return a_log, load_global(mBias.iterator.toint() + (Int64(head) * self.K + n * lane) * 4, 0, n, Float32)
+        column = half * self.width + n * lane
+        return a_log, load_global(mBias.iterator.toint() + (Int64(head) * self.K + column) * 4, 0, n, Float32, True)
 
     def load_beta(self, mBeta, place, row, head):
         size = self.beta_dtype.width // 8
-        address = self.row_address(mBeta, place, head, 0, size)
-        address = mad_wide(row, Int32(mBeta.stride[1]) * size, address)
-        return load_global(address, 0, 1)[0] if size == 4 else load_global_half(address)
+        address = self.head_address(mBeta, place[0], head, 0, size)
+        address = mad_wide(place[1] + row, Int32(mBeta.stride[1]) * size, address)
+        return load_global(address, 0, 1, early=True)[0] if size == 4 else load_global_half(address, early=True)
 
     @cute.jit
     def share_beta(self, word, rows, beta_limit, sAll, to_beta, tid):
         """beta of the 64 rows, as it enters L and M', to shared memory and, where wanted, out; 0 behind the end."""
-        if const_expr(self.beta_dtype is Float32):
-            beta = as_float(word)
-        else:
-            beta = unpack(self.beta_dtype, word)[0]
-        if const_expr(self.config.beta_sigmoid):
-            beta = sigmoid(beta) * beta_limit
-        beta = select(tid < rows, beta, 0.0)
         if tid < CHUNK:
+            if const_expr(self.beta_dtype is Float32):
+                beta = as_float(word)
+            else:
+                beta = unpack(self.beta_dtype, word)[0]
+            if const_expr(self.config.beta_sigmoid):
+                beta = sigmoid(beta) * beta_limit
+            beta = select(tid < rows, beta, 0.0)
             store_shared(sAll + self.at_beta + tid * 4, 0, [beta])
             if const_expr(self.config.inverse):
                 store_global(to_beta + Int64(tid) * 4, 0, [beta])
 
     # ---- gate ----------------------------------------------------------------------------------------------------------------------
-    def sum_gate(self, raw, gates, rows, sAll, sH, warp, lane):
-        """H + 60 of the warp's block and t_b to shared memory: H_i = H_(i-1) + log2 decay_i. Returns whether every row fits."""
+    @cute.jit
+    def fill_gate(self, sRaw, rows, lane):
+        """What has no decay into the rows behind the end: those from `rows` on."""
+        size = const_expr(self.raw_bits // 8)
+        word = const_expr(0 if self.config.gate == "log" else MINUS_INFINITY[self.gate_dtype])
+        words = const_expr(self.width * size // 4)
+        for i in cutlass.range(cutlass.max(rows, 0), 16, unroll=1):
+            for x in cutlass.range_constexpr(0, words, 32):
+                store_shared_if(sRaw + i * self.raw_row + lane * 4, 4 * x, [Uint32(word)], Int32(lane < words - x))
+            cute.arch.sync_warp()
+
+    def sum_gate(self, sRaw, gates, sT, sH, block, lane):
+        """H + 60 of the warp's rows and columns and t_b to shared memory: H_i = H_(i-1) + log2 decay_i. Returns whether every row fits."""
         n = self.gate_columns
         sums = [Float32(0.0)] * n
         low = high = Float32(0.0)
         for i in range(16):
-            factor = gates[0].factor(16 * warp + i < rows)
-            for x, value in enumerate(self.numbers(raw[i])):
-                sums[x] = fma(factor, gates[x].value(value), sums[x])
+            for x, value in enumerate(self.raw_gate(sRaw + lane * (n * self.raw_bits // 8), i * self.raw_row)):
+                sums[x] = fma(gates[x].outer, gates[x].value(value), sums[x])
                 if self.config.gate == "log":
                     low, high = fmin(low, sums[x]), fmax(high, sums[x])
             store_shared(sH + lane * (4 * n), i * self.h_row, [x + float(SHIFT) for x in sums])
@@ -328,28 +401,44 @@ class KdaPrepare:
             # These gates are negative: the last row is the lowest.
             for x in sums:
                 low = fmin(low, x)
-        store_shared(sAll + self.at_vectors + warp * (self.K * 4) + lane * (4 * n), 0, sums)
+        store_shared(sT + block * (self.K * 4) + lane * (4 * n), 0, sums)
         fits = (low >= Float32(LOWEST)) & (high <= Float32(HIGHEST))
         return cute.arch.vote_all_sync(fits)
 
-    def numbers(self, words):
-        """The gate's numbers in a vector's words."""
-        if self.gate_dtype is Float32:
-            return [as_float(w) for w in words]
-        return [x for w in words for x in unpack(self.gate_dtype, w)]
+    def raw_gate(self, address, offset):
+        """The raw gate at the thread's columns of a row."""
+        n = self.gate_columns
+        if self.raw_bits == 32:
+            return load_shared(address, offset, n)
+        word = load_shared(address, offset, 1, Uint32)[0] if n == 2 else load_shared_half(address, offset)
+        return unpack(self.gate_dtype, word)[:n]
 
-    def row_norms(self, words, lane):
-        """1 / sqrt(|x|^2 + epsilon) of rows r, r + 8: squares of norms are the diagonal of x x^T."""
-        own = [[Float32(0.0)] * 4 for _ in range(2)]
-        for m in range(self.K // 32):
-            for n in range(2):
-                own[n] = self.product(words[m], words[m][n], own[n])
+    @cute.jit
+    def share_norms(self, words, to, block, lane):
+        """|x|^2 of the half's columns for the 16 rows to shared memory: squares of norms are the diagonal of x x^T.
+
+        Words w, w' side by side are an A fragment as they are, with w' for another 8 rows: with w as B they give w w in rows r, with w'
+        as B w' w' in rows r + 8; what else comes is not wanted.
+        """
         r = lane // 4
-        holder = 4 * r + r // 2
-        return [
-            rsqrt(cute.arch.shuffle_sync(select(r & 1, own[h][2 * h + 1], own[h][2 * h]), holder) + EPSILON)
-            for h in range(2)
-        ]
+        holds = Int32(lane % 4 == r // 2)
+        for h in cutlass.range_constexpr(2):
+            even, odd = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+            for m in cutlass.range_constexpr(self.steps):
+                for s in cutlass.range_constexpr(0, 4, 2):
+                    pair = words[m][h][s : s + 2]
+                    even = mma_16bit_short(self.dtype, pair, pair[0], even)
+                    odd = mma_16bit_short(self.dtype, pair, pair[1], odd)
+            square = select(r & 1, even[1] + odd[3], even[0] + odd[2])
+            store_shared_if(to + (16 * block + r) * 16, 128 * h, [square], holds)
+
+    def row_factors(self, sNorms, scale):
+        """scale / sqrt(|q|^2 + epsilon) and 1 / sqrt(|k|^2 + epsilon) of rows r, r + 8."""
+        sums = [load_shared(sNorms, 128 * h, 4) for h in range(2)]
+        return (
+            [scale * rsqrt(s[0] + s[1] + EPSILON) for s in sums],
+            [rsqrt(s[2] + s[3] + EPSILON) for s in sums],
+        )
 
     def product(self, rows, column, sums):
         """sums + rows column^T over 32 columns of the 16-bit type: words [2][4] of rows r, r + 8 and [4] of column r."""
@@ -366,50 +455,70 @@ class KdaPrepare:
         return sums
 
     # ---- factors -------------------------------------------------------------------------------------------------------------------
-    def powers(self, sAll, column, decay):
-        """One column's 2^(sums of t) for every block to shared memory, and 2^(G_C) to global memory. Rows of the table:
+    @cute.jit
+    def powers(self, sT, table, half, block, lane, decay):
+        """2^(sums of t) in the warp's columns to its table, and, from the warps of block 0, 2^(G_C) to global memory. Rows of the table:
 
-        b      2^(t before b) without the rows' 2^60       4 + b   2^(t after b), with 2^60 where the columns lack it
-        8, 9   2^t_1, 2^t_2                                10      2^(t_1 + t_2)
+        0   2^(t before b) without the rows' 2^60       1   2^t_b, what makes columns for later blocks of the own block's ones
+        2   2^(t after b), with 2^60 where columns lack it    3, 4   2^(t between) for the columns of blocks b + 2, b + 3
         """
-        sT = sAll + self.at_vectors + column * 4
-        t = [load_shared(sT, b * self.K * 4, 1)[0] for b in range(4)]
-        middle = t[1] + t[2]
-        total = t[0] + middle + t[3]
-        before = [Float32(0.0), t[0], t[0] + t[1], t[0] + middle]
-        after = [middle + t[3], t[2] + t[3], t[3], Float32(0.0)]
-        table = (
-            [x - float(SHIFT) for x in before] + [x + float(self.column_shift) for x in after] + [t[1], t[2], middle]
-        )
-        for i, x in enumerate(table):
-            store_shared(sT, self.at_powers - self.at_vectors + i * self.K * 4, [exp2(x)])
-        store_global(decay + Int64(column) * 4, 0, [exp2(total)])
+        n = const_expr(self.gate_columns)
+        sT, table = sT + lane * (4 * n), table + lane * (4 * n)
+        if block == 0:
+            self.powers_of(sT, table, 0, decay + Int64(half * self.width + n * lane) * 4)
+        elif block == 1:
+            self.powers_of(sT, table, 1, None)
+        elif block == 2:
+            self.powers_of(sT, table, 2, None)
+        else:
+            self.powers_of(sT, table, 3, None)
+
+    def powers_of(self, sT, table, block, decay):
+        n = self.gate_columns
+        t = [load_shared(sT, b * self.K * 4, n) for b in range(4)]
+
+        def total(blocks, shift):
+            sums = [Float32(float(shift))] * n if shift or not blocks else None
+            for b in blocks:
+                sums = t[b] if sums is None else [x + y for x, y in zip(sums, t[b], strict=True)]
+            return [exp2(x) for x in sums]
+
+        rows = [total(range(block), -SHIFT), total((block,), SHIFT - self.column_shift)]
+        rows.append(total(range(block + 1, 4), self.column_shift))
+        rows += [total(range(block + 1, block + 1 + i), 0) for i in ((1, 2) if block < 2 else ())]
+        for i, x in enumerate(rows):
+            store_shared(table, i * self.width * 4, x)
+        if decay is not None:
+            store_global(decay, 0, total(range(4), 0))
+
+    def places(self, out, half, row, lane):
+        """Addresses of the lane's vectors of row `row` in kd, for each step of 32 columns."""
+        r, t = lane // 4, lane % 4
+        out = out + Int64(row * panel.ROW)
+        if self.steps == 1:
+            return [out + Int64(((4 * half + t) ^ r) * 16)]
+        return [out + Int64(half * panel.BYTES + (v ^ r) * 16) for v in (t, 4 + t)]
 
     @cute.jit
-    def factors(self, words_q, words_k, factor_q, factor_k, sAll, sH, out, warp, lane):
-        """qg, kd, kg out; columns for later blocks to shared memory; own block's scores.
-
-        Returns the words of the rows [m][row][4] and the own block's sums [tile][4], for q and for k.
-        """
+    def factors(
+        self, rQ, rK, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane,
+        fits: cutlass.Constexpr,
+    ):  # fmt: skip
+        """qg, kd, kg out; columns for later blocks to shared memory; own block's scores of the warp's columns into rQ, rK."""
         r, t = lane // 4, lane % 4
-        images = const_expr(self.K // 64 * panel.BYTES)
-        out = out + Int64((16 * warp + r) * panel.ROW)
-        places = [out + Int64((v ^ r) * 16) for v in (t, 4 + t)]
         own_q = [[Float32(0.0)] * 4 for _ in range(2)]
         own_k = [[Float32(0.0)] * 4 for _ in range(2)]
-        rows_q, rows_k = [], []
-        for m in cutlass.range_constexpr(self.K // 32):
-            column = 32 * m + 8 * t
+        for m in cutlass.range_constexpr(self.steps):
+            column = 4 * (32 * m + 8 * t)
             x = []
             for h in cutlass.range_constexpr(2):
-                sRow = sH + (r + 8 * h) * self.h_row + column * 4
+                sRow = sH + (r + 8 * h) * self.h_row + column
                 x.append(
-                    self.elements(words_q[m][h], words_k[m][h], factor_q[h], factor_k[h], sAll, sRow, warp, column)
-                )
-                offset = m // 2 * panel.BYTES + h * 8 * panel.ROW
-                for i, name in enumerate(("kd", "qg", "kg")):
-                    store_global(places[m % 2], offset + i * images, x[h][name])
-                self.share_columns(x[h]["later"], sAll, sAll + self.at_powers + column * 4, m, h, warp, lane)
+                    self.elements(
+                        words_q[m][h], words_k[m][h], factor_q[h], factor_k[h], table + column, sRow, sAll, out[m], m, h,
+                        half, block, lane, None if fits else sT + block * (self.K * 4) + column,
+                    )
+                )  # fmt: skip
             for n in cutlass.range_constexpr(2):
                 if const_expr(self.bf16):
                     own_q[n] = self.product([y["q"] for y in x], x[n]["own"], own_q[n])
@@ -417,66 +526,69 @@ class KdaPrepare:
                 else:
                     own_q[n] = self.product_tf32([y["q32"] for y in x], x[n]["own"], own_q[n])
                     own_k[n] = self.product_tf32([y["k32"] for y in x], x[n]["own"], own_k[n])
-            rows_q.append([y["q"] for y in x])
-            rows_k.append([y["k"] for y in x])
-        return rows_q, rows_k, own_q, own_k
+            self.share_rows([y["q"] for y in x], [y["k"] for y in x], sH + r * self.h_row + column)
+        for n in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                rQ[i, n] = own_q[n][i]
+                rK[i, n] = own_k[n][i]
 
-    def elements(self, words_q, words_k, factor_q, factor_k, sAll, sRow, warp, column):
-        """All that is elementwise, for 8 columns of a row: words of every product, by name.
+    def elements(
+        self, words_q, words_k, factor_q, factor_k, table, sRow, sAll, out, m, h, half, block, lane, sTotal
+    ):  # fmt: skip
+        """All that is elementwise, for 8 columns of a row: outputs, columns for later blocks; words of the other products, by name.
 
-        "later": k 2^(t_b - H) in fp32, from which the columns for later blocks are made.
+        sTotal: t_b, where rows do not fit. There the columns for later blocks take an exponential of t_b - H.
         """
-        names = ("q", "k", "own", "qg", "kd", "kg", "later") + (() if self.bf16 else ("q32", "k32"))
-        out = {name: [] for name in names}
-        sT = sAll + self.at_vectors + warp * (self.K * 4) + column * 4
-        sPowers = sAll + self.at_powers + warp * (self.K * 4) + column * 4
-        for u in range(2):
-            H = load_shared(sRow, 16 * u, 4)
-            total = load_shared(sT, 16 * u, 4)
-            before = load_shared(sPowers, 16 * u, 4)
-            after = load_shared(sPowers, 16 * u + 4 * self.K * 4, 4)
-            if not self.bf16:
-                total = [x + float(SHIFT) for x in total]
-            q = [x * factor_q for w in words_q[2 * u : 2 * u + 2] for x in unpack(self.dtype, w)]
-            k = [x * factor_k for w in words_k[2 * u : 2 * u + 2] for x in unpack(self.dtype, w)]
-            up = [exp2(x) for x in H]
-            row_q = [a * b for a, b in zip(q, up, strict=True)]
-            row_k = [a * b for a, b in zip(k, up, strict=True)]
-            own = [a * exp2(-b) for a, b in zip(k, H, strict=True)]
-            end = [a * exp2(b - c) for a, b, c in zip(k, total, H, strict=True)]
-            out["later"].extend(end)
-            out["qg"].extend(self.packed([a * b for a, b in zip(row_q, before, strict=True)]))
-            out["kd"].extend(self.packed([-a * b for a, b in zip(row_k, before, strict=True)]))
-            out["kg"].extend(self.packed([a * b for a, b in zip(end, after, strict=True)]))
+        words = {}
+        H = self.vector(sRow)
+        up = [exp2(x) for x in H]
+        before = self.vector(table)
+        for name, output, raw, factor in (("q", 1, words_q, factor_q), ("k", 0, words_k, factor_k)):
+            row = [a * factor * b for a, b in zip(self.numbers(raw), up, strict=True)]
             if self.bf16:
-                out["q"].extend(self.packed(row_q))
-                out["k"].extend(self.packed(row_k))
-                out["own"].extend(self.packed(own))
+                words[name] = self.packed(row)
             else:
-                out["q"].extend(self.packed([x * 2.0**-SHIFT for x in row_q]))
-                out["k"].extend(self.packed([x * 2.0**-SHIFT for x in row_k]))
-                for name, values in (("q32", row_q), ("k32", row_k), ("own", own)):
-                    out[name].extend(to_tf32(x) for x in values)
-        return out
+                words[name] = self.packed([x * 2.0**-SHIFT for x in row])
+                words[name + "32"] = [to_tf32(x) for x in row]
+            signed = before if output else [-b for b in before]
+            self.write(out, output, h, [a * b for a, b in zip(row, signed, strict=True)])
+        own = [a * factor_k * reciprocal(b) for a, b in zip(self.numbers(words_k), up, strict=True)]
+        words["own"] = self.packed(own) if self.bf16 else [to_tf32(x) for x in own]
+        if sTotal is None:
+            late = [a * b for a, b in zip(own, self.vector(table + 4 * self.width), strict=True)]
+        else:
+            ends = [exp2(a + float(SHIFT - self.column_shift) - b) for a, b in zip(self.vector(sTotal), H, strict=True)]
+            late = [a * factor_k * b for a, b in zip(self.numbers(words_k), ends, strict=True)]
+        self.share_late(late, table, sAll, out, m, h, half, block, lane)
+        return words
+
+    def vector(self, address):
+        """8 fp32 numbers."""
+        return [x for u in range(2) for x in load_shared(address, 16 * u, 4)]
+
+    def numbers(self, words):
+        """The 8 numbers of a vector of q or k."""
+        return [x for w in words for x in unpack(self.dtype, w)]
+
+    def write(self, out, i, h, values):
+        """8 numbers of row r + 8 h of kd, qg, kg (i = 0, 1, 2)."""
+        store_global(out, i * self.K // 64 * panel.BYTES + h * 8 * panel.ROW, self.packed(values))
 
     def packed(self, x):
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
     @cute.jit
-    def share_columns(self, later, sAll, sPowers, m, h, warp, lane):
-        """8 columns of a row, as B fragments for blocks b = warp + 1, + 2, + 3: times 2^(t strictly between). Block 3 wants none made."""
-        self.share(later, None, sAll, m, h, warp, 1, lane)
-        if warp < 2:
-            self.share(later, sPowers + (8 + warp) * (self.K * 4), sAll, m, h, warp, 2, lane)
-            self.share(later, sPowers + 10 * (self.K * 4), sAll, m, h, warp, 3, lane)
-
-    def share(self, later, sPowers, sAll, m, h, own, distance, lane):
-        to = sAll + self.at_columns + own * self.pair_bytes + lane * 16
-        offset = self.pair_bytes * (0, 3, 5)[distance - 1] + m * 1024 + h * 512
-        if sPowers is not None:
-            powers = [x for u in range(2) for x in load_shared(sPowers, 16 * u, 4)]
-            later = [a * p for a, p in zip(later, powers, strict=True)]
-        store_shared_if(to, offset, self.packed(later), Int32(own + distance < 4))
+    def share_late(self, late, table, sAll, out, m, h, half, block, lane):
+        """Of k 2^(t_b - H) in 8 columns of a row: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none of these."""
+        after = self.vector(table + 8 * self.width)
+        self.write(out, 2, h, [a * b for a, b in zip(late, after, strict=True)])
+        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + h * 512 + block * self.pair_bytes + lane * 16
+        store_shared_if(to, 0, self.packed(late), Int32(block < 3))
+        if block < 2:
+            for i in cutlass.range_constexpr(2):
+                powers = self.vector(table + (12 + 4 * i) * self.width)
+                values = self.packed([a * p for a, p in zip(late, powers, strict=True)])
+                store_shared_if(to, self.pair_bytes * (3, 5)[i], values, Int32(block + i < 2))
 
     # ---- scores --------------------------------------------------------------------------------------------------------------------
     def registers(self, sums):
@@ -486,128 +598,97 @@ class KdaPrepare:
                 r[i, n] = sums[n][i]
         return r
 
+    def share_rows(self, rows_q, rows_k, sRow):
+        """32 columns of the rows as A fragments: where the lane, and nobody else, has read H, q's in row r and k's in row r + 8."""
+        for i, (upper, lower) in enumerate((rows_q, rows_k)):
+            for s in range(2):
+                words = [upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]]
+                store_shared(sRow, 8 * i * self.h_row + 16 * s, words)
+
+    def load_rows_of_both(self, address, half, lane):
+        """A fragments of one operand's rows in all columns."""
+        address = address + (lane // 4 + 8 * half) * self.h_row + lane % 4 * 32
+        rows = [128 * m + 16 * s for m in range(self.steps) for s in range(2)]
+        return [load_shared(a, x, 4, Uint32) for a in (address, address + 4 * self.region) for x in rows]
+
+    def share_sums(self, rQ, rK, to, half, lane):
+        """The own block's sums that the block's other warp goes on with."""
+        for n in range(2):
+            store_shared(to + lane * 16, 512 * n, [select(half, rQ[i, n], rK[i, n]) for i in range(4)])
+
+    def load_sums(self, rQ, rK, address, half, lane):
+        """The own block's sums over all columns, of Aqk or L."""
+        r = cute.make_rmem_tensor((4, 2), Float32)
+        for n in range(2):
+            for i, x in enumerate(load_shared(address + lane * 16, 512 * n, 4)):
+                r[i, n] = select(half, rK[i, n], rQ[i, n]) + x
+        return r
+
     @cute.jit
-    def other_block(self, rows_q, rows_k, beta, sAll, b, warp, lane):
-        """Scores of the warp's rows with the columns of block b before it."""
-        sums_q = [[Float32(0.0)] * 4 for _ in range(2)]
-        sums_k = [[Float32(0.0)] * 4 for _ in range(2)]
-        distance = warp - b
+    def other_block(self, rows, beta, role, b):
+        """Scores of the block's rows with the columns of block b before it."""
+        sAll, _, block, lane = role
+        # Two sums an element: products that wait for each other are half as many.
+        sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
+        distance = block - b
         pair = ((distance - 1) * (8 - distance) >> 1) + b
         sColumns = sAll + self.at_columns + pair * self.pair_bytes + lane * 16
         for m in cutlass.range_constexpr(self.K // 32):
             for n in cutlass.range_constexpr(2):
                 column = load_shared(sColumns, m * 1024 + n * 512, 4, Uint32)
-                sums_q[n] = self.product(rows_q[m], column, sums_q[n])
-                sums_k[n] = self.product(rows_k[m], column, sums_k[n])
-        self.write_scores(self.registers(sums_q), self.registers(sums_k), beta, sAll, b, warp, lane, False)
-
-    def write_scores(self, rQ, rK, beta, sAll, b, warp, lane, diagonal):
-        """A 16x16 block of Aqk in the io type and of L = diag(beta) K K^T in fp32 to shared memory; above the diagonal zeros."""
-        r, t = lane // 4, lane % 4
-        row = 16 * warp + r
-        sA = sAll + self.at_vectors + row * AQK_ROW + (16 * b + 2 * t) * 2
-        sL = sAll + inverse.at(row, 16 * b + 2 * t)
-        for n in range(2):
-            for h in range(2):
-                q, k = [rQ[2 * h + c, n] for c in range(2)], [rK[2 * h + c, n] * beta[h] for c in range(2)]
-                if diagonal:
-                    i, j = r + 8 * h, 8 * n + 2 * t
-                    q = [select(Int32(i >= j + c), q[c], 0.0) for c in range(2)]
-                    k = [select(Int32(i > j + c), k[c], 0.0) for c in range(2)]
-                store_shared(sA, 8 * h * AQK_ROW + 16 * n, self.packed(q))
-                store_shared(sL, inverse.at(8 * h, 8 * n), k)
+                for s in cutlass.range_constexpr(2):
+                    sums[s][n] = mma_16bit(self.dtype, rows[2 * m + s], column[2 * s : 2 * s + 2], sums[s][n])
+        both = [[x + y for x, y in zip(sums[0][n], sums[1][n], strict=True)] for n in range(2)]
+        self.write_scores(self.registers(both), beta, role, b, False)
 
     @cute.jit
-    def exact_block(self, rQ, rK, from_q, from_k, factor_q, factor_k, sH, lane):
-        """Own block's scores of the rows that do not fit, with factors of at most 1 (for gates that do not grow).
-
-        Rows i and j of which l = 8, 4, 2 or 1 is the highest different bit of the number meet at the last row before i's half,
-        ref = (i and not (2l - 1)) + l - 1: x_i 2^(H_i - H_ref) with k_j 2^(H_ref - H_j). i = j: no factor.
-        """
+    def write_scores(self, sums, beta, role, b, diagonal: cutlass.Constexpr):
+        """A 16x16 block of Aqk in the io type or of L = diag(beta) K K^T in fp32 to shared memory; above the diagonal zeros."""
+        sAll, half, block, lane = role
         r, t = lane // 4, lane % 4
-        first_bad = self.first_bad_row(sH, lane)
-        for step in cutlass.range(5, unroll=1):
-            bit = Int32(8) >> step
-            sums_q = cute.make_rmem_tensor((4, 2), Float32)
-            sums_k = cute.make_rmem_tensor((4, 2), Float32)
-            sums_q.fill(0.0)
-            sums_k.fill(0.0)
-            for m in cutlass.range(self.K // 32, unroll=1):
-                upper_q, upper_k, lower = [], [], []
-                for h in cutlass.range_constexpr(2):
-                    x, y = (load_global(a[h] + Int64(m) * 64, 0, 4) for a in (from_q, from_k))
-                    a, b, c = self.exact_words(
-                        x, y, factor_q[h], factor_k[h], sH + (32 * m + 8 * t) * 4, r + 8 * h, bit
-                    )
-                    upper_q.append(a)
-                    upper_k.append(b)
-                    lower.append(c)
-                for n in cutlass.range_constexpr(2):
-                    q = self.product(upper_q, lower[n], [sums_q[i, n] for i in range(4)])
-                    k = self.product(upper_k, lower[n], [sums_k[i, n] for i in range(4)])
-                    for i in cutlass.range_constexpr(4):
-                        sums_q[i, n] = q[i]
-                        sums_k[i, n] = k[i]
-            for n in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(4):
-                    i, j = r + 8 * (e // 2), 8 * n + 2 * t + e % 2
-                    # The highest different bit is `bit`; in the last pass there is none.
-                    meet = (i ^ j) // cutlass.max(bit, 1) == cutlass.min(bit, 1)
-                    taken = Int32(meet & (i >= j) & (i >= first_bad))
-                    rQ[e, n] = select(taken, sums_q[e, n], rQ[e, n])
-                    rK[e, n] = select(taken, sums_k[e, n], rK[e, n])
+        x = [[sums[2 * h, n], sums[2 * h + 1, n]] for n in range(2) for h in range(2)]
+        if const_expr(diagonal):
+            # Of L the diagonal itself is none: a column further on.
+            i, j = r, 2 * t + half
+            x = [
+                [select(Int32(i + 8 * h >= j + 8 * n + c), x[2 * n + h][c], 0.0) for c in range(2)]
+                for n in range(2)
+                for h in range(2)
+            ]
+        if half == 0:
+            self.store_aqk(x, self.aqk_row(sAll, block, r) + (16 * b + 2 * t) * 2)
+        else:
+            self.store_l(x, beta, sAll + inverse.at(16 * block + r, 16 * b + 2 * t))
 
-    def exact_words(self, words_q, words_k, factor_q, factor_k, sColumn, row, bit):
-        """Words of q and k as rows of the upper half, of k as columns of the lower half; zeros where the row is in the other half."""
-        upper = Int32((row & bit) != 0) | Int32(bit == 0)
-        lower = Int32((row & bit) == 0)
-        # Without a bit 2l - 1 is -1: ref would be row -1, and is the row itself.
-        ref = cutlass.max((row & ~(2 * bit - 1)) + bit - 1, row * Int32(bit == 0))
-        q, k, c = [], [], []
-        for u in range(2):
-            H = load_shared(sColumn + row * self.h_row, 16 * u, 4)
-            Href = load_shared(sColumn + ref * self.h_row, 16 * u, 4)
-            for e in range(4):
-                d = H[e] - Href[e]
-                f = exp2(select(upper, d, -d))
-                part = 4 * u + e
-                x = unpack(self.dtype, words_q[part // 2])[part % 2] * factor_q
-                y = unpack(self.dtype, words_k[part // 2])[part % 2] * factor_k
-                q.append(select(upper, x * f, 0.0))
-                k.append(select(upper, y * f, 0.0))
-                c.append(select(lower, y * f, 0.0))
-        return self.packed(q), self.packed(k), self.packed(c)
+    def store_aqk(self, pairs, to):
+        for i, x in enumerate(pairs):
+            store_shared(to, i % 2 * 8 * AQK_ROW + i // 2 * 16, self.packed(x))
 
-    def first_bad_row(self, sH, lane):
-        """The first row of the block that does not fit, 16 if all do."""
-        n = self.gate_columns
-        fitting = Int32(0)
-        low = high = Float32(SHIFT)
-        for i in range(16):
-            for x in load_shared(sH + lane * (4 * n), i * self.h_row, n):
-                low, high = fmin(low, x), fmax(high, x)
-            fits = (low >= Float32(LOWEST + SHIFT)) & (high <= Float32(HIGHEST + SHIFT))
-            fitting = fitting + Int32(cute.arch.vote_all_sync(fits))
-        return fitting
+    def store_l(self, pairs, beta, to):
+        for i, x in enumerate(pairs):
+            store_shared(to, inverse.at(i % 2 * 8, i // 2 * 8), [y * beta[i % 2] for y in x])
+
+    def aqk_row(self, sAll, block, row):
+        return sAll + self.at_tables + block * (2 * self.table) + row * AQK_ROW
 
     # ---- M' and Aqk out ------------------------------------------------------------------------------------------------------------
-    def write_aqk(self, image, sAll, warp, lane):
-        """The warp's 16 rows; zeros to the right of its own block."""
+    def write_aqk(self, image, sAll, block, lane):
+        """The block's 16 rows; zeros to the right of its own columns."""
         vector = lane % 8
         for i in range(0, 16, 4):
-            row = 16 * warp + i + lane // 8
+            row = i + lane // 8
             words = load_shared_if(
-                sAll + self.at_vectors + row * AQK_ROW + vector * 16, 0, 4, Int32(vector // 2 <= warp), Uint32
+                self.aqk_row(sAll, block, row) + vector * 16, 0, 4, Int32(vector // 2 <= block), Uint32
             )
-            store_global(image + Int64(panel.vector_offset(row, vector)), 0, words)
+            store_global(image + Int64(panel.vector_offset(16 * block + row, vector)), 0, words)
 
     def write_inverse(self, image, sAll, rows, warp, lane):
-        """M' = M diag(beta) and, where wanted, M, the warp's 16 rows; zeros to the right of its own block and behind the end."""
+        """M' = M diag(beta) and, where wanted, M, 8 rows a warp; zeros to the right of their block and behind the end."""
         vector = lane % 8
-        valid = Int32(vector // 2 <= warp)
-        beta = [x for u in range(2) for x in load_shared(sAll + self.at_beta + vector * 32, 16 * u, 4)]
-        for i in range(0, 16, 4):
-            row = 16 * warp + i + lane // 8
+        valid = Int32(vector // 2 <= warp // 2)
+        beta = self.vector(sAll + self.at_beta + vector * 32)
+        for i in range(0, 8, 4):
+            row = 8 * warp + i + lane // 8
             m = [
                 x
                 for u in range(2)

@@ -110,7 +110,9 @@ def compile_fla(phase: str, rows: list[Row], reps: int) -> None:
 
 
 def _compile_one(phase: str, row: Row) -> None:
-    os.environ["FLA_CACHE_RESULTS"] = os.environ["TRITON_CACHE_AUTOTUNING"] = "0"  # nothing is timed, so nothing is known
+    os.environ["FLA_CACHE_RESULTS"] = os.environ["TRITON_CACHE_AUTOTUNING"] = (
+        "0"  # nothing is timed, so nothing is known
+    )
     from triton.runtime.autotuner import Autotuner
 
     def bench(self, *args, config, **meta):  # type: ignore[no-untyped-def]

@@ -5,12 +5,13 @@ Source: Kimi Linear, arXiv 2510.26692. Signatures are those of flash-linear-atte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autograd import delta_rule
+from .autograd import delta_rule, layer
 from .autograd.gate import kda_gate
 from .backends import plan
 from .problem import parse_delta, parse_gate
@@ -190,3 +191,51 @@ def fused_kda_gate(
     """
     call = parse_gate(g, A_log, dt_bias, lower_bound, output_dtype)
     return kda_gate(call, plan(call.problem, call.problem.device, backend))
+
+
+def kda_layer_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    z: Tensor,
+    *,
+    caches: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    norm: Tensor | None,
+    eps: float,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    r"""One token of every sequence of a KDA layer, from its projections to what its output projection takes, in one launch.
+
+        q, k, v <- silu(bias + sum_w weight[w] cache[w]);   o = fused_recurrent_kda(q, k, v, g, beta);   y = rms_norm(o) sigmoid(z)
+
+    Not an op of its own: it has neither gradients nor another implementation, and is what `deltafuse.nn` asks before it goes op by op.
+
+    Args:
+        q, k, v: projections `[N, 1, H, K]`, `[N, 1, HV, V]` that are not convolved yet.
+        g, beta, A_log, dt_bias, initial_state, allow_neg_eigval, lower_bound: as `fused_recurrent_kda` takes them, raw; the state is
+            `[N, HV, V, K]`.
+        z: the output gate's projection `[N, 1, HV, V]`.
+        caches, weights, biases: of the convolutions of q, k and v, `[N, D, W]`, `[D, W]` and `[D]`; the caches are moved on in place.
+        norm, eps: the output norm's weight `[V]` and what it adds to the mean square.
+
+    Returns:
+        `(y [N, 1, HV * V], final state in float32)`; None, and nothing is changed, where another backend than `"cute"` would run
+        `fused_recurrent_kda`, or the kernel does not take these sizes, dtypes or strides.
+
+    Raises:
+        ValueError, UnsupportedError: as `fused_recurrent_kda`.
+    """
+    call = parse_delta(
+        "fused_recurrent_kda", q, k, v, g, beta, per_key=True, recurrent=True, initial_state=initial_state,
+        output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=True, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
+    return layer.token(call, plan(call.problem, call.problem.device, None), z, caches, weights, biases, norm, eps)

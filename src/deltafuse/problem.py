@@ -261,6 +261,8 @@ def _matched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 _Signature = tuple[object, ...]
 _parsed: dict[_Signature, DeltaProblem] = {}
+_ALL = 20
+"""Arguments that a public chunked op hands on at least; where there are fewer, their names tell calls apart."""
 _REMEMBERED = 4096
 """Signatures of calls that are kept."""
 
@@ -273,13 +275,15 @@ def _signature(op: str, tensors: tuple[Tensor, ...], rest: dict[str, Any]) -> _S
     try:
         for x in tensors:
             found += (x.shape, x.dtype, x.device, x.requires_grad)
-        for name, x in rest.items():
-            if isinstance(x, Tensor):
-                found += (name, x.shape, x.dtype, x.device, x.requires_grad)
-            elif x is not None:
-                found += (name, type(x), x)
+        for x in rest.values():  # the public ops name all of their arguments, always in one order
+            if x is None or x is False or x is True:
+                found.append(x)
+            elif isinstance(x, Tensor):
+                found += (x.shape, x.dtype, x.device, x.requires_grad)
+            else:
+                found += (type(x), x)
         q, k, v = tensors[:3]
-        signature = tuple(found)
+        signature = (*found, tuple(rest)) if len(rest) < _ALL else tuple(found)
         hash(signature)
         return signature if q.dtype == k.dtype == v.dtype else None  # else autocast decides
     except (AttributeError, TypeError):

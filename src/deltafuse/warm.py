@@ -21,7 +21,7 @@ def kernels_of(problem: Problem, env: Environment) -> Iterable[tuple[str, Any]]:
     """The kernels of a call that the `cute` backend takes."""
     from .autograd import kernels
 
-    return kernels.kernels_of(problem, env.sms)
+    return kernels.kernels_of(problem, env)
 
 
 def warmup(

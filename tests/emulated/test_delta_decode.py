@@ -147,7 +147,7 @@ def assert_near(got: Tensor, want: Tensor, limit: float, name: str) -> None:
 
 FORWARD = list(
     pairwise(
-        per_key=[True, False], sizes=[(64, 64), (128, 48), (256, 16)], dtype=[BF, F16, F32], HV=[2, 4],
+        per_key=[True, False], sizes=[(64, 64), (128, 64), (128, 48), (256, 16)], dtype=[BF, F16, F32], HV=[2, 4],
         gate=["log", "softplus", "bounded", "bounded, no A_log"], gate_dtype=[F32, BF], beta=["plain", "sigmoid", "negative"],
         beta_dtype=[BF, F32], per_value=[False, True], l2norm=[True, False], state=[F32, BF, F16, None],
         v_first=[False, True], T=[1, 3], scale=[None, 0.3], final=[True, False], warps=[1, 4],
@@ -269,38 +269,35 @@ def test_long_sequence(emulated, arch: str) -> None:
     assert_near(state, want_state, ROUNDED[F32], "final state")
 
 
-def variants() -> Iterator[tuple[int, dict[str, Any]]]:
-    for warps in (1, 2, 4):
+def variants(T: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    for layout in ((1, 16), (2, 16), (4, 16), (1, 32), (2, 32))[: 5 if T == 1 else 4]:
         for seed in (0, 1):
-            yield warps, {"seed": seed, "shuffle": bool(seed)}
+            yield layout, {"seed": seed, "shuffle": bool(seed)}
 
 
+@pytest.mark.parametrize("state", [F32, BF, F16])
 @pytest.mark.parametrize("T", [1, 3])
-def test_schedules_and_layouts_give_the_same_bits(T: int) -> None:
-    case = Case(T=T, sizes=(128, 48), l2norm=True, gate="bounded", dtype=F32)
-    found = []
+def test_schedules_and_layouts_give_the_same_bits(T: int, state: torch.dtype) -> None:
+    """In any order, by any number of warps, of 16 or 32 columns; of fp32 states also with either layout."""
+    case = Case(T=T, sizes=(128, 96), l2norm=True, gate="bounded", dtype=F32, state=state)
+    found: list[list[tuple[Tensor, Tensor]]] = [[], []]
     for v_first in (False, True):
         turned = replace(case, v_first=v_first)
         t = turned.tensors()
-        for warps, schedule in variants():
+        for layout, schedule in variants(T):
             out, final = nan_like(t.v), nan_like(t.initial_state)
             ptxemu.setup(ARCH)
             with ptxemu.emulate(ARCH, **schedule):
                 decode_cute.launch(
-                    t,
-                    turned.options(),
-                    state=t.initial_state,
-                    final=final,
-                    store="last",
-                    out=out,
-                    arch=ARCH,
-                    load=load,
-                    warps=warps,
-                )
-            found.append((out, final.transpose(-1, -2) if v_first else final))
-    for out, final in found[1:]:
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(final, found[0][1])
+                    t, turned.options(), state=t.initial_state, final=final, store="last", out=out, arch=ARCH, load=load,
+                    layout=layout,
+                )  # fmt: skip
+            found[v_first].append((out, final.transpose(-1, -2) if v_first else final))
+    groups = [found[0] + found[1]] if state is F32 else found
+    for group in groups:
+        for out, final in group[1:]:
+            assert torch.equal(out, group[0][0])
+            assert torch.equal(final, group[0][1])
 
 
 def test_a_later_token_changes_nothing_before_it(emulated) -> None:
@@ -367,6 +364,23 @@ def test_tensors_of_any_strides(emulated) -> None:
         decode_cute.recurrent_serve(call, case.options(), pool, indices, None, out, None, arch=ARCH, load=load)
         assert_near(out, want, ROUNDED[BF], "o")
         assert_near(pool, want_pool, ROUNDED[F32], "pool")
+
+
+def test_parameters_are_read_where_gradients_are_off(emulated) -> None:
+    """Leaves that ask for gradients, in the layout of the kernel and in another."""
+    case = Case(B=2, gate="softplus", l2norm=True)
+    t = case.tensors()
+    want, want_state = recurrent.recurrent_forward(wide(t), case.options())
+    names = ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "initial_state")
+    leaves = replace(t, **{n: getattr(t, n).clone().requires_grad_() for n in names})
+    turned = replace(leaves, q=leaves.q.detach().mT.contiguous().mT.requires_grad_())
+    emulated(ARCH)
+    for call in (leaves, turned):
+        with torch.no_grad():
+            o, state = decode_cute.recurrent_forward(call, case.options(), arch=ARCH, load=load)
+        assert state is not None
+        assert_near(o, want, ROUNDED[BF], "o")
+        assert_near(state, want_state, ROUNDED[F32], "final state")
 
 
 def test_no_sequences(emulated) -> None:

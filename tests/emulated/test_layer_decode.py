@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import deltafuse
 import ptxemu
 from deltafuse.autograd import decode_cute
+from deltafuse.autograd import layer as autograd_layer
 from deltafuse.autograd.decode_cute import LayerToken
 from deltafuse.kernels.config import LayerDecodeConfig
+from deltafuse.nn import Cache, KimiDeltaAttention
 from deltafuse.reference.chunk import DeltaTensors
 from deltafuse.reference.conv import conv_update
 from deltafuse.reference.options import DeltaOptions
 from deltafuse.reference.recurrent import recurrent_forward
+from deltafuse.support import Plan
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from cases import label, pairwise
@@ -146,3 +151,132 @@ def test_says_what_it_cannot_take() -> None:
     for changed in (*sizes, dict(taps=3), dict(ratio=3), dict(norm=torch.float64)):
         t, _, state = make(**changed)
         assert decode_cute.layer_unsupported(t, state), changed
+
+
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> list[LayerDecodeConfig]:
+    """Calls of the layer go to the emulated kernel as they would on a GPU; what was launched is noted."""
+    launched: list[LayerDecodeConfig] = []
+
+    def noted(kernel: str, config: LayerDecodeConfig, arch: str) -> Any:
+        launched.append(config)
+        return load(kernel, config, arch)
+
+    monkeypatch.setattr(deltafuse.kda, "plan", lambda *_: Plan("cute"))
+    monkeypatch.setattr(autograd_layer, "machine", lambda _: {"arch": ARCH})
+    monkeypatch.setattr(autograd_layer.cache, "load", noted)
+    return launched
+
+
+def prefilled(dtype: torch.dtype = F32, **fields: Any) -> tuple[KimiDeltaAttention, Cache, Tensor]:
+    """A layer, its cache after five tokens, and the next token."""
+    torch.manual_seed(0)
+    fields = dict(hidden_size=48, head_dim=64, expand_v=0.5, num_heads=1, num_v_heads=2) | fields
+    layer, cache = KimiDeltaAttention(**fields, layer_idx=0).to(dtype).eval(), Cache()
+    with torch.no_grad():
+        layer(torch.randn(3, 5, 48).to(dtype), past_key_values=cache, use_cache=True)
+    return layer, cache, torch.randn(3, 1, 48).to(dtype)
+
+
+def states(cache: Cache) -> list[Tensor]:
+    return [cache[0]["recurrent_state"], *cache[0]["conv_state"]]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF])
+@pytest.mark.parametrize("fields", [{}, dict(conv_bias=True, lower_bound=-4.0, allow_neg_eigval=True, num_v_heads=1)])
+def test_a_layer_generates_with_it(emulated, request, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    layer, cache, x = prefilled(dtype, **fields)
+    other = deepcopy(cache)
+    with torch.no_grad():
+        want, _, _ = layer(x, past_key_values=other, use_cache=True)
+    launched = request.getfixturevalue("on_kernels")
+    before = states(cache)
+    kept = before[0].clone()
+    emulated(ARCH)
+    with torch.inference_mode():
+        y, _, _ = layer(x, past_key_values=cache, use_cache=True)
+    assert len(launched) == 1
+    limit = 1e-5 if dtype is F32 else 1e-2  # op by op q, k, v and o are rounded in between
+    assert y.dtype == dtype
+    assert y.shape == want.shape
+    assert_near(y, want.double(), limit, "y")
+    assert_near(states(cache)[0], states(other)[0].double(), limit, "state")
+    for got, expected in zip(states(cache)[1:], states(other)[1:], strict=True):
+        assert torch.equal(got, expected)
+    # As op by op: convolutions' states move on in place, the recurrent one is another tensor.
+    assert all(a is b for a, b in zip(states(cache)[1:], before[1:], strict=True))
+    assert torch.equal(before[0], kept)
+    assert cache.get_seq_length() == other.get_seq_length() == 6
+
+
+def _hook(layer: KimiDeltaAttention) -> dict[str, Any]:
+    layer.o_norm.register_forward_hook(lambda *_: None)
+    return {}
+
+
+def _backend(layer: KimiDeltaAttention) -> dict[str, Any]:
+    layer.k_conv1d.backend = "torch"
+    return {}
+
+
+def _no_silu(layer: KimiDeltaAttention) -> dict[str, Any]:
+    for conv in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d):
+        conv.activation = None
+    return {}
+
+
+OP_BY_OP: dict[str, Any] = {
+    "a hook": _hook,
+    "a backend of its own": _backend,
+    "no SiLU": _no_silu,
+    "a mask": lambda _: {"attention_mask": torch.tensor([[1], [0], [1]])},
+    "packed": lambda _: {"cu_seqlens": torch.tensor([0, 1])},
+    "no cache kept": lambda _: {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("why", OP_BY_OP)
+def test_a_layer_goes_op_by_op(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    layer, cache, x = prefilled()
+    options = {"use_cache": True} | OP_BY_OP[why](layer)
+    if why == "packed":
+        x = x[:1]
+        cache.update(states(cache)[0][:1], tuple(c[:1] for c in states(cache)[1:]), 0, 0)
+    monkeypatch.setattr("deltafuse.nn.kda.kda_layer_token", lambda *_, **__: pytest.fail("asked for the kernel"))
+    with torch.no_grad():
+        y, _, _ = layer(x, past_key_values=cache, **options)
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("change", ["backend", "shape", "strides", "taps", "dtype", "empty"])
+def test_what_the_kernel_does_not_take_is_left_alone(on_kernels, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """None, before anything was written."""
+    t, _, state = make(ratio=2, dtype=F32, conv=F32)
+    assert state is not None
+    caches, weights = list(t.caches), list(t.weights)
+    if change == "backend":
+        monkeypatch.setattr(deltafuse.kda, "plan", lambda *_: Plan("torch"))
+    elif change == "shape":
+        caches[1] = caches[1][:1]
+    elif change == "strides":
+        caches[2] = caches[2][:1].expand_as(caches[2])
+    elif change == "taps":
+        caches, weights = ([x[..., 1:].contiguous() for x in xs] for xs in (caches, weights))
+    elif change == "dtype":
+        caches = [x.double() for x in caches]
+    heads = [
+        x.unflatten(1, (-1, d)).unsqueeze(1)
+        for x, d in zip((t.xq, t.xk, t.xv, t.f, t.z), (64, 64, 32, 64, 32), strict=True)
+    ]
+    if change == "empty":
+        heads, caches, state = [x[:0] for x in heads], [x[:0] for x in caches], state[:0]
+    beta = t.beta.unsqueeze(1)[: heads[0].shape[0]]
+    copies = [x.clone() for x in (*caches, state)]
+    with torch.no_grad():
+        found = deltafuse.kda.kda_layer_token(
+            *heads[:4], beta, heads[4], caches=caches, weights=weights, biases=None, norm=t.norm, eps=EPS, A_log=t.a_log,
+            dt_bias=t.dt_bias, initial_state=state,
+        )  # fmt: skip
+    assert found is None
+    assert on_kernels == []
+    assert all(torch.equal(a, b) for a, b in zip(copies, (*caches, state), strict=True))

@@ -80,8 +80,8 @@ class DecodeConfig:
     `state_dtype` is that of the states that are read, "" where all start from zero, `final_dtype` that of those that are written. `store`
     says which are: "" none, "last" that after a sequence's last token, "tokens" that after every token into its own slot, "each" that after
     every token into a row of its own. `indices` is the dtype of the slots, "" where sequence n has slot n; `per_token`: there is a slot a
-    token. `accepted` is the dtype of the numbers of accepted tokens, "" where there are none. `warps` a CTA, of `columns` (16, or 32 where K is at most
-    128) of V each; neither changes a result.
+    token. `accepted` is the dtype of the numbers of accepted tokens, "" where there are none. `warps` a CTA, of `columns` (16, or 32
+    where K is at most 128) of V each; neither changes a result.
     `single`: T is 1 and sequences are not packed.
     """
 
@@ -123,10 +123,11 @@ class ApplyConfig:
 class BlackwellScanConfig:
     """`sm100.kda_scan`: the serial pass over chunks in tensor memory.
 
-    `tile` columns of V a CTA (64 or 128), in clusters of `cluster` CTAs of one head that share w, qg, kg and Aqk. `operands`: "slots" (images of the workspace, the scale in qg, Aqk zero above its diagonal, decay
-    factors) or "tokens" (tensors [B, T, HV, .] as flash-linear-attention has them). For tokens, `gates` says what gives the decay: "last"
-    (a row of log2 gates a chunk) or "all" (a row a token), and `zeroed` that Aqk is zero above its diagonal, where it may hold anything otherwise.
-    `initial`, `final`: whether the initial state is given, the final one wanted. `cu_seqlens` as in `PrepareConfig`.
+    `tile` columns of V a CTA (64 or 128), in clusters of `cluster` CTAs of one head that share w, qg, kg and Aqk. `operands`: "slots"
+    (images of the workspace, the scale in qg, Aqk zero above its diagonal, decay factors) or "tokens" (tensors [B, T, HV, .] as
+    flash-linear-attention has them). For tokens, `gates` says what gives the decay: "last" (a row of log2 gates a chunk) or "all" (a row a
+    token), and `zeroed` that Aqk is zero above its diagonal, where it may hold anything otherwise. `initial`, `final`: whether the initial
+    state is given, the final one wanted. `cu_seqlens` as in `PrepareConfig`.
     """
 
     dtype: str = "bfloat16"
@@ -236,9 +237,9 @@ class IntraConfig:
 class LayerDecodeConfig:
     """`warp.layer_decode`: one token of a KDA layer, from its projections to the normed and gated output.
 
-    `ratio`: value heads a key head. `conv_size`: taps, 2 or 4; `cache_dtype`, `conv_dtype`, `norm_dtype`: of the convolutions' states, their
-    weights and biases, the norm's weight ("" where it has none). `state_dtype` is "" where states start from zero; `final` says whether
-    they are written, `final_dtype` how. `gate`, `a_log`, `state_v_first` as in `DecodeConfig`.
+    `ratio`: value heads a key head. `conv_size`: taps, 2 or 4; `cache_dtype`, `conv_dtype`, `norm_dtype`: of the convolutions' states,
+    their weights and biases, the norm's weight ("" where it has none). `state_dtype` is "" where states start from zero; `final` says
+    whether they are written, `final_dtype` how. `gate`, `a_log`, `state_v_first` as in `DecodeConfig`.
     """
 
     dtype: str = "bfloat16"

@@ -49,6 +49,11 @@ class ShortConvolution(nn.Conv1d):
         return f"{self.hidden_size}, kernel_size={self.kernel_size[0]}, bias={bias}, activation={self.activation}"
 
     @property
+    def runs_by_default(self) -> bool:
+        """Whether it has SiLU and leaves the choice of the backend to the package."""
+        return self.activation in ("silu", "swish") and self.backend is None
+
+    @property
     def state_size(self) -> int:
         """Number of values that the state of one sequence holds."""
         return self.hidden_size * self.kernel_size[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from .layer import DeltaRuleLayer, inverse_softplus_steps, log_uniform_decay
+from .layer import DeltaRuleLayer, Gates, inverse_softplus_steps, log_uniform_decay
 from .norm import RMSNorm, RMSNormGated
 
 
@@ -84,10 +84,14 @@ class GatedDeltaNet(DeltaRuleLayer):
             self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
+    def _gates(self, hidden_states: torch.Tensor) -> Gates:
+        output = self._heads(self.g_proj(hidden_states), self.head_v_dim) if self.use_gate else None
+        return self.a_proj(hidden_states), self.b_proj(hidden_states), output
+
     def _recurrence(
         self,
         recurrent: bool,
-        hidden_states: torch.Tensor,
+        gates: Gates,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -98,14 +102,12 @@ class GatedDeltaNet(DeltaRuleLayer):
             q,
             k,
             v,
-            self.a_proj(hidden_states),
-            beta=self.b_proj(hidden_states),
+            gates[0],
+            beta=gates[1],
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             **options,
         )
 
-    def _normed(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not self.use_gate:
-            return self.o_norm(o)
-        return self.o_norm(o, self._heads(self.g_proj(hidden_states), self.head_v_dim))
+    def _normed(self, o: torch.Tensor, gates: Gates) -> torch.Tensor:
+        return self.o_norm(o) if gates[2] is None else self.o_norm(o, gates[2])

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kda import chunk_kda, fused_recurrent_kda
-from .layer import DeltaRuleLayer, inverse_softplus_steps, log_uniform_decay
+from ..kda import chunk_kda, fused_recurrent_kda, kda_layer_token
+from .conv import ShortConvolution
+from .layer import DeltaRuleLayer, Gates, inverse_softplus_steps, log_uniform_decay
 from .norm import RMSNormGated
+
+
+def _runs_as_written(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of a module does what its class says and nothing beside: no subclass, no parametrization, no hooks."""
+    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 class KimiDeltaAttention(DeltaRuleLayer):
@@ -84,10 +90,38 @@ class KimiDeltaAttention(DeltaRuleLayer):
         self.o_norm = RMSNormGated(self.head_v_dim, activation="sigmoid", eps=norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
+    def _gates(self, hidden_states: torch.Tensor) -> Gates:
+        return (
+            self._heads(self.f_proj(hidden_states), self.head_k_dim),
+            self.b_proj(hidden_states),
+            self._heads(self.g_proj(hidden_states), self.head_v_dim),
+        )
+
+    def _next_token(
+        self,
+        projected: list[torch.Tensor],
+        gates: Gates,
+        conv_state: tuple[torch.Tensor, ...],
+        recurrent_state: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        as_built = all(_runs_as_written(x, ShortConvolution) and x.runs_by_default for x in convs)
+        if not (as_built and _runs_as_written(self.o_norm, RMSNormGated)) or self.o_norm.activation != "sigmoid":
+            return None
+        q, k, v = self._by_heads(projected)
+        f, beta, z = gates
+        assert z is not None
+        biases = [x.bias for x in convs if x.bias is not None]
+        return kda_layer_token(
+            q, k, v, f, beta, z, caches=conv_state, weights=[x.weight.squeeze(1) for x in convs], biases=biases or None,
+            norm=self.o_norm.weight, eps=self.o_norm.eps, A_log=self.A_log, dt_bias=self.dt_bias,
+            initial_state=recurrent_state, allow_neg_eigval=self.allow_neg_eigval, lower_bound=self.lower_bound,
+        )  # fmt: skip
+
     def _recurrence(
         self,
         recurrent: bool,
-        hidden_states: torch.Tensor,
+        gates: Gates,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -100,8 +134,8 @@ class KimiDeltaAttention(DeltaRuleLayer):
             q,
             k,
             v,
-            self._heads(self.f_proj(hidden_states), self.head_k_dim),
-            self.b_proj(hidden_states),
+            gates[0],
+            gates[1],
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             lower_bound=self.lower_bound,
@@ -109,5 +143,5 @@ class KimiDeltaAttention(DeltaRuleLayer):
         )
         return o, state
 
-    def _normed(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.o_norm(o, self._heads(self.g_proj(hidden_states), self.head_v_dim))
+    def _normed(self, o: torch.Tensor, gates: Gates) -> torch.Tensor:
+        return self.o_norm(o, gates[2])

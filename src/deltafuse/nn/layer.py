@@ -15,6 +15,8 @@ from .conv import ShortConvolution
 from .padding import repad, unpad
 
 MODES = ("chunk", "fused_recurrent")
+Gates = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Raw decay and beta of every token, and the output gate by head, if there is one."""
 # Up to this many tokens a call without autograd goes token by token: shorter than building a chunk.
 RECURRENT_TOKENS = 64
 
@@ -88,24 +90,42 @@ class DeltaRuleLayer(nn.Module):
             self.k_conv1d = ShortConvolution(self.key_dim, self.conv_size, bias=self.conv_bias)
             self.v_conv1d = ShortConvolution(self.value_dim, self.conv_size, bias=self.conv_bias)
 
+    def _gates(self, hidden_states: torch.Tensor) -> Gates:
+        raise NotImplementedError
+
+    def _next_token(
+        self,
+        projected: list[torch.Tensor],
+        gates: Gates,
+        conv_state: tuple[torch.Tensor, ...],
+        recurrent_state: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A single token without autograd, mask or packing in one go: o `[B, 1, HV * V]` after its norm and the new state, the
+        convolutions' states moved on. None where that cannot be done; then nothing is changed."""
+        return None
+
     def _recurrence(
         self,
         recurrent: bool,
-        hidden_states: torch.Tensor,
+        gates: Gates,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The op on q, k `[B, T, H, K]` and v `[B, T, HV, V]`; gate and beta come from `hidden_states`."""
+        """The op on q, k `[B, T, H, K]` and v `[B, T, HV, V]`."""
         raise NotImplementedError
 
-    def _normed(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _normed(self, o: torch.Tensor, gates: Gates) -> torch.Tensor:
         """The output norm of o `[B, T, HV, V]`, with the output gate if there is one."""
         raise NotImplementedError
 
     def _heads(self, x: torch.Tensor, size: int) -> torch.Tensor:
         return x.unflatten(-1, (-1, size))
+
+    def _by_heads(self, projected: list[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
+        return [self._heads(x, size) for x, size in zip(projected, sizes, strict=True)]
 
     def _goes_token_by_token(self, length: int) -> bool:
         if self.training and self.mode != "chunk":
@@ -123,14 +143,13 @@ class DeltaRuleLayer(nn.Module):
 
     def _convolved(
         self,
-        hidden_states: torch.Tensor,
+        projected: list[torch.Tensor],
         states: tuple[torch.Tensor, ...] | None,
         use_cache: bool,
         cu_seqlens: torch.Tensor | None,
         cu_seqlens_cpu: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], tuple[torch.Tensor | None, ...] | None]:
         """q, k and v `[B, T, D]` after their convolutions (or SiLU alone), and the convolutions' states."""
-        projected = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
         if not self.use_short_conv:
             return [F.silu(x) for x in projected], None
         if states is not None and not use_cache:
@@ -143,6 +162,33 @@ class DeltaRuleLayer(nn.Module):
             )
         ]
         return [y for y, _ in results], tuple(state for _, state in results)
+
+    def _mixed(
+        self,
+        recurrent: bool,
+        gates: Gates,
+        convolved: list[torch.Tensor],
+        state: torch.Tensor | None,
+        use_cache: bool,
+        cu_seqlens: torch.Tensor | None,
+        cu_seqlens_cpu: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """o `[B, T, HV * V]` after its norm, and the final state."""
+        options: dict[str, Any] = {
+            "initial_state": state,
+            "output_final_state": use_cache,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "state_v_first": True,
+            "cu_seqlens": cu_seqlens,
+        }
+        if not recurrent:
+            options["cu_seqlens_cpu"] = cu_seqlens_cpu
+        q, k, v = self._by_heads(convolved)
+        o, state = self._recurrence(recurrent, gates, q, k, v, **options)
+        return self._normed(o, gates).flatten(2), state
 
     def forward(
         self,
@@ -186,23 +232,26 @@ class DeltaRuleLayer(nn.Module):
             if attention_mask is not None:
                 hidden_states, indices, cu_seqlens = unpad(hidden_states, attention_mask)
 
-        (q, k, v), conv_state = self._convolved(
-            hidden_states, last.get("conv_state"), use_cache, cu_seqlens, cu_seqlens_cpu
-        )
-        options: dict[str, Any] = {
-            "initial_state": last.get("recurrent_state"),
-            "output_final_state": use_cache,
-            "use_qk_l2norm_in_kernel": True,
-            "use_gate_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": True,
-            "allow_neg_eigval": self.allow_neg_eigval,
-            "state_v_first": True,
-            "cu_seqlens": cu_seqlens,
-        }
-        if not recurrent:
-            options["cu_seqlens_cpu"] = cu_seqlens_cpu
-        q, k, v = self._heads(q, self.head_k_dim), self._heads(k, self.head_k_dim), self._heads(v, self.head_v_dim)
-        o, recurrent_state = self._recurrence(recurrent, hidden_states, q, k, v, **options)
+        projected = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+        gates = self._gates(hidden_states)
+        conv_state, recurrent_state = last.get("conv_state"), last.get("recurrent_state")
+        token = None
+        if (
+            recurrent
+            and length == 1
+            and cu_seqlens is None
+            and use_cache
+            and conv_state
+            and recurrent_state is not None
+        ):
+            token = self._next_token(projected, gates, conv_state, recurrent_state)
+        if token is not None:
+            o, recurrent_state = token
+        else:
+            convolved, conv_state = self._convolved(projected, conv_state, use_cache, cu_seqlens, cu_seqlens_cpu)
+            o, recurrent_state = self._mixed(
+                recurrent, gates, convolved, recurrent_state, use_cache, cu_seqlens, cu_seqlens_cpu
+            )
 
         if past_key_values is not None and use_cache:
             past_key_values.update(
@@ -211,7 +260,7 @@ class DeltaRuleLayer(nn.Module):
                 conv_state=conv_state,
                 offset=length,
             )
-        o = self.o_proj(self._normed(o, hidden_states).flatten(2))
+        o = self.o_proj(o)
         if indices is not None:
             o = repad(o, indices, batch, length)
         return o, None, past_key_values

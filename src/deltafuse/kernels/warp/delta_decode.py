@@ -11,27 +11,30 @@ For every sequence and value head, a state S [K, V] that is read, taken through 
 Neither sum over K needs delta, so a token takes one pass over the state, one reduction and one update. All arithmetic is fp32; states
 are rounded to their dtype only where they are written.
 
-Roles: a warp owns 16 columns of V of one head and keeps their K x 16 elements in registers, K / 2 a lane; warps share nothing, and a CTA is
-`warps` of them side by side. Lane = r * C + c holds, of every group of 4 (8) keys, those of row group r, and the columns of column group c:
+Roles: a warp owns W = 16 or 32 columns of V of one head and keeps their K x W elements in registers, K W / 32 a lane (single tokens of
+16-bit states: as they were read, two a register); warps share nothing, and a CTA is `warps` of them side by side. Lane = r * C + c holds,
+of every group of 4 (8) keys, those of row group r, and the columns of column group c:
 
-    states [K, V], fp32      C = 4, 8 row groups,    4 columns a lane; a load of the warp is 8 rows of 64 bytes
-    states [K, V], 16 bits   C = 2, 16 row groups,   8 columns a lane; 16 rows of 32 bytes
-    states [V, K]            C = 4, 8 row groups,    4 columns a lane, groups of 4 (16 bits: 8) keys; 4 rows of 128 bytes
+    states [K, V], fp32      C = W / 4, 4 columns a lane; a load of the warp is 8 rows of 64 bytes, or 4 of 128
+    states [K, V], 16 bits   C = W / 8, 8 columns a lane; 16 rows of 32 bytes, or 8 of 64
+    states [V, K]            C = 4, W / 4 columns a lane, groups of 4 (16 bits: 8) keys; 4 rows of 128 bytes
 
 All accesses of states are 16 bytes a lane (but stores of states in another dtype than they were read in). p and r are summed over row
-groups so that lanes 0 to 15 end with p of a column each, lanes 16 to 31 with r: the former make delta, the latter o. d k, d q, k and d
-pass through shared memory, since every lane computes K / 32 of them and needs those of its row group: 4 K floats a warp (k and q alone
-where d is a number: 2 K).
+groups so that lanes 0 to 15 end with p of W / 16 columns each, lanes 16 to 31 with r: the former make delta, the latter o. The order of
+the sums does not depend on W. d k, d q, k and d pass through shared memory, since every lane computes K / 32 of them and needs those of
+its row group: 4 K floats a warp (k and q alone where d is a number: 2 K).
+
+Narrow warps spread few sequences over all multiprocessors; wide ones read whole lines of [K, V] and make d k, d q half as often.
 
 Timeline: slot | all loads of the state and of the first token | norms and gate | sums | reduction | update | stores; the next token's
-loads are issued before the sums. Nothing waits for another warp. There are enough warps in flight (16 a multiprocessor, with 8 KB of fp32
-state each) to keep the memory busy without any other pipeline.
+loads are issued before the sums. Nothing waits for another warp. There are enough warps in flight (up to 192 KB of fp32 states a
+multiprocessor, 96 KB of 16-bit ones) to keep the memory busy without any other pipeline.
 
 No sequence (a first slot below 0, or outside the pool): o is 0 and no state is written. Tokens after the last of packed sequences: o is 0.
 
-Constraints: K 64, 128 or 256; V a multiple of 16; states contiguous in their last two dimensions, q, k, g and dt_bias in their last, these
-at addresses that are multiples of K / 32 elements (at most 16 bytes), states at multiples of 16 bytes. A slot that one sequence of a
-launch writes must not be read by another.
+Constraints: K 64, 128 or 256 (128 with 32 columns a warp); V a multiple of W; states contiguous in their last two dimensions, q, k, g and
+dt_bias in their last, these at addresses that are multiples of K / 32 elements (at most 16 bytes), states at multiples of 16 bytes. A slot
+that one sequence of a launch writes must not be read by another.
 """
 
 # mypy: ignore-errors
@@ -45,15 +48,17 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile.gate import Gate, sigmoid
 from ...tile.lanes import reduce_scatter, sum_lanes
-from ...tile.ptx import exp2, fma, load_shared, opaque, pack, rsqrt, store_shared, unpack
+from ...tile.ptx import asm, exp2, fma, load_shared, opaque, pack, rsqrt, store_shared, unpack
 from ...tile.uncached import load_half_if, load_if, load_uncached, store_uncached
 from ..config import DecodeConfig
 
 COLUMNS = 16
-"""Columns of V a warp."""
-WARPS = {64: (24, 16, 16), 128: (16, 12, 8), 256: (8, 8, 8)}
-"""Warps a multiprocessor by K: for single tokens, for more, for more with a state after each. A bound on registers, which the compiler
-would otherwise spend on shorter stalls, and none that makes it spill."""
+"""The fewest columns of V a warp."""
+WARPS = {32: (24, 16, 16), 64: (16, 12, 8), 128: (12, 8, 8)}
+"""Warps a multiprocessor by the registers that a lane's state takes: for single tokens, for more, for more with a state after each. A bound
+on registers, which the compiler would otherwise spend on shorter stalls, and none that makes it spill."""
+WARPS_PACKED = {16: 24, 32: 20, 64: 12}
+"""The same for single tokens of 16-bit states, which need room for what is unpacked."""
 L2NORM_EPS = 1e-6
 TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
 
@@ -75,12 +80,19 @@ def packed(dtype, values):
 def load_one_if(dtype, address, valid):
     """One number as a word, 0 where `valid` is 0."""
     if dtype is Float32:
-        return load_if(address, 0, 1, valid)[0]
-    return load_half_if(address, valid)
+        return load_if(address, 0, 1, valid, early=True)[0]
+    return load_half_if(address, valid, early=True)
 
 
 def one(dtype, word):
     return unpacked(dtype, [word])[0]
+
+
+def half(dtype, word, which, again):
+    """One of a word's two numbers. `again`: by an instruction of its own, so that the compiler does not keep the first one's result."""
+    if dtype is BFloat16 and again:
+        return asm(f"prmt.b32 $0, $1, 0, {0x3244 if which else 0x1044};", [Float32], [word], volatile=False)
+    return unpack(dtype, word)[which]
 
 
 class DeltaDecode:
@@ -88,18 +100,24 @@ class DeltaDecode:
 
     def __init__(self, config: DecodeConfig) -> None:
         c = self.config = config
-        if c.key_dim not in (64, 128, 256) or c.value_dim % COLUMNS:
+        wide = c.columns == 2 * COLUMNS
+        if c.key_dim not in (64, 128, 256) or c.columns not in (COLUMNS, 2 * COLUMNS) or c.value_dim % c.columns:
             raise ValueError(
-                f"`config`: got {c}; allowed: key_dim 64, 128 or 256 and value_dim a multiple of {COLUMNS}"
+                f"`config`: got {c}; allowed: key_dim 64, 128 or 256, columns 16 or 32, value_dim a multiple of them"
             )
+        if wide and c.key_dim == 256:
+            raise ValueError(f"`config`: got {c}; allowed: columns 16 with key_dim 256")
         self.io, self.gate_type, self.beta_type = TYPES[c.dtype], TYPES[c.gate_dtype], TYPES[c.beta_dtype]
         self.read_type, self.write_type = TYPES[c.state_dtype or c.final_dtype], TYPES[c.final_dtype]
         run = 128 // self.read_type.width
-        self.columns = 4 if c.state_v_first else run
-        self.column_groups = COLUMNS // self.columns
+        self.column_groups = 4 if c.state_v_first else c.columns // run
+        self.columns = c.columns // self.column_groups
         self.row_groups = 32 // self.column_groups
+        self.chains = 2 if wide and not c.state_v_first else 1
+        self.left = c.columns // COLUMNS
         self.group = run if c.state_v_first else 4
         self.groups = c.key_dim // self.row_groups // self.group
+        self.keeps_packed = c.single and bool(c.state_dtype) and self.read_type.width == 16
         self.own = c.key_dim // 32
         self.masks = [m for m in (16, 8, 4, 2) if m >= self.column_groups]
         self.vectors = 4 if c.per_key else 2
@@ -126,7 +144,7 @@ class DeltaDecode:
         beta_limit: Float32,
         stream,
     ):
-        """Launch: a warp for a sequence, value head and 16 columns of V."""
+        """Launch: a warp for a sequence, value head and 16 or 32 columns of V."""
         sequences = v.shape[0]
         if const_expr(cu_seqlens is not None):
             sequences = cu_seqlens.shape[0] - 1
@@ -142,13 +160,23 @@ class DeltaDecode:
         )  # fmt: skip
 
     @property
-    def blocks_a_multiprocessor(self) -> int:
+    def warps_a_multiprocessor(self) -> int:
+        registers = self.groups * self.group * self.columns
+        if self.keeps_packed:
+            return WARPS_PACKED[registers // 2]
         kind = 0 if self.config.single else 2 if self.config.store in ("tokens", "each") else 1
-        return max(1, WARPS[self.config.key_dim][kind] // self.config.warps)
+        fits = WARPS[registers][kind]
+        if registers == 128 and not self.config.per_key:
+            fits = min(fits, 8)  # with more, the loaded v spills, and the loads after it wait
+        return fits
+
+    @property
+    def blocks_a_multiprocessor(self) -> int:
+        return max(1, self.warps_a_multiprocessor // self.config.warps)
 
     @property
     def blocks_a_head(self) -> int:
-        return -(-self.config.value_dim // (COLUMNS * self.config.warps))
+        return -(-self.config.value_dim // (self.config.columns * self.config.warps))
 
     @cute.kernel
     def kernel(
@@ -179,7 +207,7 @@ class DeltaDecode:
         sVectors = smem.allocate_tensor(
             Float32, cute.make_layout((self.config.key_dim, self.vectors * self.config.warps)), 16
         )
-        v0 = (block % self.blocks_a_head * self.config.warps + warp) * COLUMNS
+        v0 = (block % self.blocks_a_head * self.config.warps + warp) * self.config.columns
         unit = block // self.blocks_a_head
         n = Int32(unit // by_heads)
         head = unit - n * mV.shape[2]
@@ -245,37 +273,53 @@ class DeltaDecode:
         own_slot = Int32(-1)
         if const_expr(self.config.store == "tokens"):
             own_slot = self.token_slot(mIndices, mF, n, Int32(0), Int32(1))
+        rWords = cute.make_rmem_tensor((self.words(),), Uint32)
+        self.load_numbers(rWords, tensors, (b, t, head), v0 + column, Int32(1))
+        gates = None if self.config.per_key else self.gates(*gate, head, lane)
         rS = self.first_state(mS, slot, head, v0, r, c, None if mIndices is None else Int32(slot >= 0))
-        rWords = self.first_token(tensors, (b, t, head), v0 + column, lane)
-        gates = self.gates(*gate, head, lane)
-        o = self.step(rS, self.prepared(rWords, gates, scale, beta_limit), vectors, lane, r, c)
+        self.load_vectors(rWords, tensors, (b, t, head), lane, Int32(1))
+        gates = self.gates(*gate, head, lane) if self.config.per_key else gates
+        token = self.prepared(rWords, gates, scale, beta_limit)
+        o, deltas = self.sums(rS, token, vectors, lane, r, c)
         if slot >= 0:
-            self.write_token(rS, mO, mF, o, own_slot, (b, t, head), v0, column, lane)
-            if const_expr(self.config.store == "last"):
-                self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
+            self.write_outputs(mO, o, (b, t, head), v0 + column, lane)
+            if const_expr(self.config.store == "tokens"):
+                if own_slot >= 0:
+                    self.write_update(rS, mF[own_slot, head, None, None], token[1], deltas, vectors, v0, r, c)
+            elif const_expr(self.config.store != ""):
+                row = slot if const_expr(self.config.store == "last") else b * mO.shape[1] + t
+                self.write_update(rS, mF[row, head, None, None], token[1], deltas, vectors, v0, r, c)
         else:
             self.clear(mO, mF, where, Int32(1))
 
     def first_state(self, mS, slot, head, v0, r, c, valid=None):
         """The state of a slot in registers; zeros where none are given, or `valid` is 0."""
+        address = None if mS is None else mS[slot, head, None, None].iterator.toint()
+        if self.keeps_packed:
+            rS = cute.make_rmem_tensor((self.groups * self.group * self.columns // 8, 4), Uint32)
+            for i, words in enumerate(self.load_words(address, v0, r, c, valid)):
+                for j, word in enumerate(words):
+                    rS[i, j] = word
+            return rS
         rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
         if mS is None:
             rS.fill(0.0)
         else:
-            self.load_state(rS, mS[slot, head, None, None].iterator.toint(), v0, r, c, valid)
+            self.load_state(rS, address, v0, r, c, valid)
         return rS
 
     @cute.jit
     def sequence(self, tensors, states, gate, where, n, slot, count, vectors, scale, beta_limit):
-        """All tokens of one sequence, for one head and 16 columns."""
+        """All tokens of one sequence, for one head and the warp's columns."""
         b, t0, head, v0, lane = where
         mS, mIndices, mO, mF = states
         r, c, column = lane // self.column_groups, lane % self.column_groups, self.column(lane)
         next_slot = Int32(-1)
         if const_expr(self.config.store == "tokens"):
             next_slot = self.token_slot(mIndices, mF, n, Int32(0), count)
+        rWords = cute.make_rmem_tensor((self.words(),), Uint32)
         rS = self.first_state(mS, slot, head, v0, r, c)
-        rWords = self.first_token(tensors, (b, t0, head), v0 + column, lane)
+        self.load_token(rWords, tensors, (b, t0, head), v0 + column, lane, Int32(1))
         gates = self.gates(*gate, head, lane)
         for t in cutlass.range(count, unroll=1):
             token = self.prepared(rWords, gates, scale, beta_limit)
@@ -295,13 +339,19 @@ class DeltaDecode:
         """o of a token, and the state after it where every token's is wanted."""
         b, t, head = token
         r, c = lane // self.column_groups, lane % self.column_groups
-        if lane >= 16:
-            mO[b, t, head, v0 + column] = o.to(self.io)
+        self.write_outputs(mO, o, token, v0 + column, lane)
         if const_expr(self.config.store == "tokens"):  # noqa: SIM102
             if slot >= 0:
                 self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
         if const_expr(self.config.store == "each"):
             self.store_state(rS, mF[b * mO.shape[1] + t, head, None, None].iterator.toint(), v0, r, c)
+
+    @cute.jit
+    def write_outputs(self, mO, o, token, column, lane):
+        b, t, head = token
+        if lane >= 16:
+            for i in cutlass.range_constexpr(self.left):
+                mO[b, t, head, column + i] = o[i].to(self.io)
 
     @cute.jit
     def pass_through(self, mS, mF, where, n):
@@ -319,7 +369,7 @@ class DeltaDecode:
         """o = 0 for tokens of no sequence; so are the states after them where every token has one."""
         b, t0, head, v0, lane = where
         for t in cutlass.range(count, unroll=1):
-            if lane < COLUMNS:
+            if lane < self.config.columns:
                 mO[b, t0 + t, head, v0 + lane] = Float32(0.0).to(self.io)
             if const_expr(self.config.store == "each"):
                 rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
@@ -329,8 +379,8 @@ class DeltaDecode:
                 self.store_state(rS, mF[row, head, None, None].iterator.toint(), v0, r, c)
 
     def column(self, lane):
-        """Which column's sums end in a lane; see `reduce_scatter`."""
-        return lane % self.column_groups * self.columns + lane % 16 // self.column_groups
+        """The first column whose sums end in a lane, of `left` side by side; see `reduce_scatter`."""
+        return lane % self.column_groups * self.columns + lane % 16 // self.column_groups * self.left
 
     # ---- a token's inputs ------------------------------------------------------------------------------------------------------
     def vector_words(self, dtype) -> int:
@@ -338,17 +388,20 @@ class DeltaDecode:
         return self.own * dtype.width // 32
 
     def words(self) -> int:
-        return 2 * self.vector_words(self.io) + (self.vector_words(self.gate_type) if self.config.per_key else 1) + 2
+        gates = self.vector_words(self.gate_type) if self.config.per_key else 1
+        return 2 * self.vector_words(self.io) + gates + self.left + self.betas()
 
-    def first_token(self, tensors, token, column, lane):
-        """The words of `load_token`, which is called after the state's loads: nothing then waits before those are issued."""
-        rWords = cute.make_rmem_tensor((self.words(),), Uint32)
-        self.load_token(rWords, tensors, token, column, lane, Int32(1))
-        return rWords
+    def betas(self) -> int:
+        return self.left if self.config.beta_per_value else 1
 
     def load_token(self, rWords, tensors, token, column, lane, valid):
         """Raw q, k, g, v, beta of token (b, t, head), in this order; zeros where `valid` is 0."""
-        mQ, mK, mV, mG, mBeta, by_ratio = tensors
+        self.load_vectors(rWords, tensors, token, lane, valid)
+        self.load_numbers(rWords, tensors, token, column, valid)
+
+    def load_vectors(self, rWords, tensors, token, lane, valid):
+        """Of `load_token` what has K elements. These are the loads that are waited for first, so others come before them."""
+        mQ, mK, _, mG, _, by_ratio = tensors
         b, t, head = token
         at = 0
         key_head = Int32(head // by_ratio)
@@ -359,43 +412,56 @@ class DeltaDecode:
             n = self.vector_words(dtype)
             address = row.iterator.toint() + lane * (4 * n)
             for i in range(0, n, 4):
-                for word in load_if(address, 4 * i, min(n, 4), valid):
+                for word in load_if(address, 4 * i, min(n, 4), valid, early=True):
                     rWords[at] = word
                     at += 1
+
+    def load_numbers(self, rWords, tensors, token, column, valid):
+        """The rest of `load_token`, numbers by head or column."""
+        _, _, mV, mG, mBeta, _ = tensors
+        b, t, head = token
         coordinates = [] if self.config.per_key else [(mG[b, t, None], head, self.gate_type)]
-        coordinates.append((mV[b, t, head, None], column, self.io))
+        coordinates += [(mV[b, t, head, None], column + i, self.io) for i in range(self.left)]
         if self.config.beta_per_value:
-            coordinates.append((mBeta[b, t, head, None], column, self.beta_type))
+            coordinates += [(mBeta[b, t, head, None], column + i, self.beta_type) for i in range(self.left)]
         else:
             coordinates.append((mBeta[b, t, None], head, self.beta_type))
-        for row, i, dtype in coordinates:
+        for at, (row, i, dtype) in enumerate(coordinates, self.words() - len(coordinates)):
             element = cute.domain_offset((i,), row)
             rWords[at] = load_one_if(dtype, element.iterator.toint(), valid)
-            at += 1
 
     def gates(self, mA, mBias, lower_bound, head, lane):
-        """The gate of every key that this lane prepares, or of the head."""
+        """The gate of every key that this lane prepares, or of the head: then these are numbers to be loaded before vectors."""
+        if not self.config.per_key:
+            a_log, bias = (None if x is None else self.number(x, head) for x in (mA, mBias))
+            return [Gate(self.config.gate, a_log, bias, lower_bound)]
         a_log = None if mA is None else Float32(mA[head])
         if mBias is None:
-            return [Gate(self.config.gate, a_log, None, lower_bound)] * (self.own if self.config.per_key else 1)
-        if not self.config.per_key:
-            return [Gate(self.config.gate, a_log, Float32(mBias[head]), lower_bound)]
+            return [Gate(self.config.gate, a_log, None, lower_bound)] * self.own
         first = head * self.config.key_dim + lane * self.own
         return [Gate(self.config.gate, a_log, Float32(mBias[first + i]), lower_bound) for i in range(self.own)]
+
+    def number(self, x, i):
+        """An fp32 element, loaded early."""
+        return one(Float32, load_one_if(Float32, cute.domain_offset((i,), x).iterator.toint(), Int32(1)))
 
     def prepared(self, rWords, gates, scale, beta_limit):
         """`combined` of the words of `load_token`."""
         words = [rWords[i] for i in range(self.words())]
         n = self.vector_words(self.io)
         q, k = unpacked(self.io, words[:n]), unpacked(self.io, words[n : 2 * n])
+        last = 2 * n + (self.vector_words(self.gate_type) if self.config.per_key else 1)
         raw = (
-            unpacked(self.gate_type, words[2 * n : -2]) if self.config.per_key else [one(self.gate_type, words[2 * n])]
+            unpacked(self.gate_type, words[2 * n : last])
+            if self.config.per_key
+            else [one(self.gate_type, words[2 * n])]
         )
-        v, beta = one(self.io, words[-2]), one(self.beta_type, words[-1])
+        v = [one(self.io, word) for word in words[last : last + self.left]]
+        beta = [one(self.beta_type, word) for word in words[last + self.left :]]
         return self.combined(q, k, v, raw, beta, gates, scale, beta_limit)
 
     def combined(self, q, k, v, raw, beta, gates, scale, beta_limit):
-        """What `share` shares of this lane's keys, d where it is a number, v and beta of its column, and q . k; scale is in q."""
+        """What `share` shares of this lane's keys, d where it is a number, lists of v and beta of its columns, and q . k; scale is in q."""
         d = [exp2(gate.value(x) * gate.factor(Int32(1))) for gate, x in zip(gates, raw, strict=True)]
         qk = sum_lanes(dot(q, k))
         q_factor = scale
@@ -406,7 +472,8 @@ class DeltaDecode:
             qk = qk * k_factor
         q = [x * q_factor for x in q]
         if self.config.beta_sigmoid:
-            beta = sigmoid(beta) * beta_limit
+            beta = [sigmoid(x) * beta_limit for x in beta]
+        beta = beta * (self.left // len(beta))
         qk = qk * q_factor
         if not self.config.per_key:
             return ((k, q), d[0], v, beta, qk)
@@ -430,51 +497,85 @@ class DeltaDecode:
 
     # ---- the recurrence --------------------------------------------------------------------------------------------------------
     def step(self, rS, token, vectors, lane, r, c):
-        """S through one token; returns o of this lane's column in lanes 16 to 31."""
-        self.share(token, vectors, lane)
-        _, d, v, beta, qk = token
-        columns = range(self.columns)
-        p, q_sum = [Float32(0.0)] * self.columns, [Float32(0.0)] * self.columns
+        """S through one token; returns o of this lane's columns in lanes 16 to 31."""
+        o, deltas = self.sums(rS, token, vectors, lane, r, c)
         for group in range(self.groups):
-            # p = (d k)^T S;  r = (d q)^T S
-            k, q = (self.shared_part(vectors, which, group, r) for which in (0, 1))
+            k, decay = self.update_vectors(vectors, token[1], group, r)
             for i in range(self.group):
-                for m in columns:
-                    x = rS[group * self.group + i, m]
-                    p[m] = fma(k[i], x, p[m])
-                    q_sum[m] = fma(q[i], x, q_sum[m])
-        total = reduce_scatter(p + q_sum, self.masks, lane)
-        if not self.config.per_key:
-            total = total * d
-        # delta = b (v - p), right in lanes 0 to 15
-        delta = beta * (v - total)
-        # o = r + (q . k) delta
-        o = fma(qk, cute.arch.shuffle_sync(delta, lane % 16), total)
-        deltas = [cute.arch.shuffle_sync(delta, m * self.column_groups + c) for m in columns]
-        for group in range(self.groups):
-            # S = diag(d) S + k delta^T
-            k = self.shared_part(vectors, 2 if self.config.per_key else 0, group, r)
-            decay = self.shared_part(vectors, 3, group, r) if self.config.per_key else [d] * self.group
-            for i in range(self.group):
-                key = group * self.group + i
-                for m in columns:
+                for m in range(self.columns):
+                    # S = diag(d) S + k delta^T
+                    key = group * self.group + i
                     rS[key, m] = fma(k[i], deltas[m], rS[key, m] * decay[i])
         return o
 
+    def sums(self, rS, token, vectors, lane, r, c):
+        """(o of this lane's columns, right in lanes 16 to 31; delta of the columns of its state)."""
+        self.share(token, vectors, lane)
+        _, d, v, beta, qk = token
+        columns = range(self.columns)
+        # Chains of sums: those of the two row groups that a lane of a narrow warp's half as many row groups stands for.
+        chains = [[Float32(0.0)] * (2 * self.columns) for _ in range(self.chains)]
+        for group in range(self.groups):
+            # p = (d k)^T S;  r = (d q)^T S
+            k, q = (self.shared_part(vectors, which, group, r) for which in (0, 1))
+            chain = chains[group % self.chains]
+            for i in range(self.group):
+                for m in columns:
+                    x = self.element(rS, group * self.group + i, m)
+                    chain[m] = fma(k[i], x, chain[m])
+                    chain[self.columns + m] = fma(q[i], x, chain[self.columns + m])
+        sums = chains[0] if self.chains == 1 else [x + y for x, y in zip(*chains, strict=True)]
+        totals = [reduce_scatter(sums[i :: self.left], self.masks, lane) for i in range(self.left)]
+        if not self.config.per_key:
+            totals = [x * d for x in totals]
+        # delta = b (v - p), right in lanes 0 to 15
+        own = [b * (x - p) for b, x, p in zip(beta, v, totals, strict=True)]
+        # o = r + (q . k) delta
+        o = [fma(qk, cute.arch.shuffle_sync(x, lane % 16), total) for x, total in zip(own, totals, strict=True)]
+        deltas = [cute.arch.shuffle_sync(own[m % self.left], m // self.left * self.column_groups + c) for m in columns]
+        return o, deltas
+
+    def update_vectors(self, vectors, d, group, r):
+        """k and the decay of this lane's keys in one group."""
+        k = self.shared_part(vectors, 2 if self.config.per_key else 0, group, r)
+        return k, self.shared_part(vectors, 3, group, r) if self.config.per_key else [d] * self.group
+
+    def write_update(self, rS, mFinal, d, deltas, vectors, v0, r, c):
+        """The state after the one token, stored as it is made."""
+        first = mFinal.iterator.toint() + self.first_element(v0, r, c) * (self.write_type.width // 8)
+        for group in range(self.groups):
+            k, decay = self.update_vectors(vectors, d, group, r)
+            for offset, elements in self.runs_of(group):
+                # S = diag(d) S + k delta^T
+                self.store_run(
+                    first, offset,
+                    [
+                        fma(k[key % self.group], deltas[m], self.element(rS, key, m, True) * decay[key % self.group])
+                        for key, m in elements
+                    ],
+                )  # fmt: skip
+
     # ---- states ----------------------------------------------------------------------------------------------------------------
-    def runs(self):
-        """(offset in elements, elements [(key, column)]) of every contiguous part of this lane's elements, from its first one."""
+    def element(self, rS, key, m, again=False):
+        """An element of the state that was read; see `half`."""
+        if not self.keeps_packed:
+            return rS[key, m]
+        run, i = key, m
+        if self.config.state_v_first:
+            run, i = m * self.groups + key // self.group, key % self.group
+        return half(self.read_type, rS[run, i // 2], i % 2, again)
+
+    def runs_of(self, group):
+        """(offset in elements, elements [(key, column)]) of the contiguous parts of a group of this lane's keys, from its first element."""
         c = self.config
-        keys = self.groups * self.group
+        row, keys = group * self.row_groups * self.group, range(group * self.group, (group + 1) * self.group)
         if c.state_v_first:
-            for m in range(self.columns):
-                for group in range(self.groups):
-                    offset = m * c.key_dim + group * self.row_groups * self.group
-                    yield offset, [(group * self.group + i, m) for i in range(self.group)]
-        else:
-            for key in range(keys):
-                row = key // self.group * self.row_groups * self.group + key % self.group
-                yield row * c.value_dim, [(key, m) for m in range(self.columns)]
+            return [(m * c.key_dim + row, [(key, m) for key in keys]) for m in range(self.columns)]
+        return [((row + i) * c.value_dim, [(key, m) for m in range(self.columns)]) for i, key in enumerate(keys)]
+
+    def runs(self):
+        """`runs_of` all groups, in the order of memory."""
+        return sorted((run for group in range(self.groups) for run in self.runs_of(group)), key=lambda run: run[0])
 
     def first_element(self, v0, r, c):
         """Where this lane's first element lies in a state."""
@@ -482,21 +583,26 @@ class DeltaDecode:
             return (v0 + c * self.columns) * self.config.key_dim + r * self.group
         return r * self.group * self.config.value_dim + v0 + c * self.columns
 
-    def load_state(self, rS, address, v0, r, c, valid=None):
+    def load_words(self, address, v0, r, c, valid=None):
         size = self.read_type.width // 8
         first = address + self.first_element(v0, r, c) * size
-        loaded = [load_uncached(first, offset * size, 4, valid) for offset, _ in self.runs()]
+        return [load_uncached(first, offset * size, 4, valid, early=True) for offset, _ in self.runs()]
+
+    def load_state(self, rS, address, v0, r, c, valid=None):
+        loaded = self.load_words(address, v0, r, c, valid)
         for (_, elements), words in zip(self.runs(), loaded, strict=True):
             for (key, m), x in zip(elements, unpacked(self.read_type, words), strict=True):
                 rS[key, m] = x
 
     def store_state(self, rS, address, v0, r, c):
-        size = self.write_type.width // 8
-        first = address + self.first_element(v0, r, c) * size
+        first = address + self.first_element(v0, r, c) * (self.write_type.width // 8)
         for offset, elements in self.runs():
-            words = packed(self.write_type, [rS[key, m] for key, m in elements])
-            for i in range(0, len(words), 4):
-                store_uncached(first, offset * size + 4 * i, words[i : i + 4])
+            self.store_run(first, offset, [rS[key, m] for key, m in elements])
+
+    def store_run(self, first, offset, values):
+        words = packed(self.write_type, values)
+        for i in range(0, len(words), 4):
+            store_uncached(first, offset * (self.write_type.width // 8) + 4 * i, words[i : i + 4])
 
 
 def dot(a, b):

@@ -111,6 +111,7 @@ class KdaPrepare(ExactRows):
         self.gate_dtype = DTYPES[config.gate_dtype]
         self.beta_dtype = DTYPES[config.beta_dtype]
         self.bf16 = self.dtype is BFloat16
+        self.blocks = 3 if self.bf16 else 2
         # Panels of scores: M', Aqk and, where it is wanted, M.
         self.scores = 3 if config.inverse else 2
         # Of a warp's half: columns, steps of 32 of them, the gate's columns of a thread.
@@ -167,7 +168,7 @@ class KdaPrepare(ExactRows):
             grid=(slots * value_heads, 1, 1),
             block=(256, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3 if self.bf16 else 2,
+            min_blocks_per_mp=self.blocks,
             preferred_smem_carveout=100,
         )  # fmt: skip
 

@@ -41,7 +41,11 @@ class LayerDecode(DeltaDecode):
 
     def __init__(self, config: LayerDecodeConfig) -> None:
         c = self.layer = config
-        if c.conv_size not in (2, 4) or c.ratio not in (1, 2, 4, 8) or c.value_dim // COLUMNS > WARPS[c.key_dim][0]:
+        if (
+            c.conv_size not in (2, 4)
+            or c.ratio not in (1, 2, 4, 8)
+            or c.value_dim // COLUMNS > WARPS[c.key_dim * COLUMNS // 32][0]
+        ):
             raise ValueError(
                 f"`config`: got {c}; allowed: conv_size 2 or 4, ratio 1, 2, 4 or 8, few enough columns of V"
             )
@@ -143,11 +147,11 @@ class LayerDecode(DeltaDecode):
             cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         q, k = self.shared_vector(sChannels, 0, lane), self.shared_vector(sChannels, K, lane)
-        token = self.combined(q, k, sChannels[2 * K + v0 + column], raw, beta, gates, scale, beta_limit)
+        token = self.combined(q, k, [sChannels[2 * K + v0 + column]], raw, [beta], gates, scale, beta_limit)
         vectors = Int32(sVectors.iterator.toint()) + warp * (self.vectors * K * 4)
-        o = self.step(rS, token, vectors, lane, r, c)
+        (o,), deltas = self.sums(rS, token, vectors, lane, r, c)
         if const_expr(self.layer.final):
-            self.store_state(rS, mFinal[n, head, None, None].iterator.toint(), v0, r, c)
+            self.write_update(rS, mFinal[n, head, None, None], token[1], deltas, vectors, v0, r, c)
         # y = o / sqrt(mean(o^2) + eps) weight sigmoid(z), right in lanes 16 to 31
         square = sum_lanes(select(lane // 16, o * o, 0.0))
         if lane == 0:

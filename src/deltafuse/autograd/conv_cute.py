@@ -165,7 +165,7 @@ def forward(
     if y.numel() or (state is not None and state.numel()):
         tokens = tuning.tokens or range_tokens(
             batch * length, channels, config.vector, config.columns, sms, config.blocks,
-            most=64, group=config.rows, less=0,
+            most=24, group=config.rows, less=0,
         )  # fmt: skip
         load(FORWARD, config, arch)(x, weight, bias, residual, initial_state, bounds, y, state, tokens)
     return y, state

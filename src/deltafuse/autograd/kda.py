@@ -12,7 +12,7 @@ from ..reference.options import ceil_div
 from ..runtime.probe import Environment, environment
 from .common import check_once, host_bounds, observed
 from .kda_backward import backward
-from .kda_cute import Flags, Kernels, flags_of, forward, kernels_for, kernels_of
+from .kda_cute import Flags, Kernels, flags_of, flags_once, forward, kernels_for, kernels_of
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -136,7 +136,7 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
         o, state, states = torch.ops.deltafuse.kda_forward(*tensors, *bounds, *flags_of(p).arguments)
     else:  # the dispatcher would have nothing to do but take its time
         env = environment(p.device.type, p.device.index)
-        flags, kernels = flags_of(p), kernels_of(p, env.sms)
+        flags, kernels = flags_once(p), kernels_of(p, env.sms)
         o, state, states = _run(tensors, *bounds, flags, kernels, env)
     final = state if p.output_final_state else None
     if not p.intermediate_states:

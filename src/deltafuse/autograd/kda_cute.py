@@ -183,13 +183,16 @@ def blackwell_kernels(p: DeltaProblem, prepare: PrepareConfig, arch: str) -> Ite
     yield "sm100.kda_scan", scan
 
 
-@lru_cache(maxsize=4096)
 def flags_of(p: DeltaProblem) -> Flags:
     """The flags of a checked call."""
     return Flags(
         p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first, p.output_final_state,
         p.intermediate_states,
     )  # fmt: skip
+
+
+flags_once = lru_cache(maxsize=4096)(flags_of)
+"""`flags_of`, remembered; torch.compile would warn of it."""
 
 
 def aligned(x: Tensor) -> Tensor:

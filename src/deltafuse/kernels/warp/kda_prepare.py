@@ -46,7 +46,7 @@ Shared memory, bytes (K = 128: 72,960)
     columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
                        [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
     beta          256  fp32
-Three CTAs an SM: 80 registers a thread; with fp16, whose tf32 fragments take twice the room, two CTAs and 128 registers.
+Two CTAs an SM: 128 registers a thread.
 
 Constraints: K 64 or 128; rows of q, k, g are 16-byte aligned with contiguous elements, tokens less than 2 GiB apart; rows of a chunk
 behind its sequence's end are not read and give zeros.
@@ -111,7 +111,8 @@ class KdaPrepare(ExactRows):
         self.gate_dtype = DTYPES[config.gate_dtype]
         self.beta_dtype = DTYPES[config.beta_dtype]
         self.bf16 = self.dtype is BFloat16
-        self.blocks = 3 if self.bf16 else 2
+        # Three CTAs an SM leave 80 registers a thread: what spills costs more than the third one gains.
+        self.blocks = 2
         # Panels of scores: M', Aqk and, where it is wanted, M.
         self.scores = 3 if config.inverse else 2
         # Of a warp's half: columns, steps of 32 of them, the gate's columns of a thread.

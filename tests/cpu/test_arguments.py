@@ -12,7 +12,8 @@ from cases import Call, assert_near, gradients, make, seeds_of
 from torch import Tensor
 
 import deltafuse
-from deltafuse import fused_kda_gate
+from deltafuse import chunk_kda, fused_kda_gate
+from deltafuse.problem import parse_delta
 
 CHUNK = ("chunk_kda", "chunk_gated_delta_rule")
 RECURRENT = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
@@ -514,3 +515,38 @@ def test_same_tensor_as_several_arguments() -> None:
     o, state = shared.run()
     (found,) = torch.autograd.grad([o, state], [x], list(seeds))
     assert_near(found, want["q"] + want["k"] + want["v"], 1e-15)
+
+
+# --- a call like an earlier one --------------------------------------------------------------------------------------
+
+
+def test_a_remembered_call_is_still_checked() -> None:
+    """What was right once is not looked at again; what differs in anything is."""
+    call = make("kda", T=3)
+    call.run()
+    for name, wrong in (("chunk_size", 64.0), ("chunk_size", True), ("scale", True), ("scale", "1")):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            call.run(**{name: wrong})
+    for name in ("k", "v", "g", "beta"):
+        x = call.tensors[name]
+        for other in (x[:, :2], x.to("meta"), x.to(torch.int32)):
+            with pytest.raises(ValueError, match=f"`{name}`"):
+                chunk_kda(**{**call.tensors, name: other})
+    call.run()
+
+
+def test_a_remembered_problem_belongs_to_its_call() -> None:
+    call = make("kda", T=3)
+    arguments = {**call.tensors, **call.flags}
+    plain = parse_delta("chunk_kda", per_key=True, **arguments).problem
+    assert parse_delta("chunk_kda", per_key=True, **arguments).problem is plain
+    assert not plain.requires_grad
+    leaf = {**arguments, "q": arguments["q"].clone().requires_grad_()}
+    assert parse_delta("chunk_kda", per_key=True, **leaf).problem.requires_grad
+    with torch.no_grad():
+        assert not parse_delta("chunk_kda", per_key=True, **leaf).problem.requires_grad
+    with torch.inference_mode():
+        assert parse_delta("chunk_kda", per_key=True, **arguments).problem.inference_mode
+    final = parse_delta("chunk_kda", per_key=True, **arguments, output_final_state=True).problem
+    assert final.output_final_state
+    assert not plain.output_final_state

@@ -524,6 +524,13 @@ def test_incoming_gradients_of_any_strides(family: str) -> None:
             assert all(torch.equal(found[n], want[n]) for n in want), kind
 
 
+def test_anomaly_mode_sees_nothing_wrong() -> None:
+    call = make("kda", T=9, gate="softplus", initial=True).leaves()
+    with torch.autograd.detect_anomaly():
+        found = gradients(call, call.run(output_final_state=True), seeds_of(call))
+    assert all(x.isfinite().all() for x in found.values())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     call = make("kda", T=150, HV=2, gate="softplus", initial=True).leaves()

@@ -184,3 +184,79 @@ def test_auto_chooses_the_kernels() -> None:
     assert deltafuse.explain("chunk_kda", **given).chosen == "cute"
     problem, device = deltafuse.backends.problem_of("chunk_kda", **given)
     assert verdicts(problem, environment(device.type, device.index))[0].supported
+
+
+def leaves(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that get a gradient, made leaves in place."""
+    found = {
+        n: x.detach().requires_grad_()
+        for n, x in given.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
+    given.update(found)
+    return found
+
+
+TRAINING = [
+    {"tokens": 700, "heads": 4, "key_dim": 128, "value_dim": 128, **TRAINED, **STATES},
+    {"tokens": 4096, "heads": 2, "key_dim": 128, "value_dim": 128, **TRAINED, **STATES},
+    {
+        "tokens": 3000,
+        "heads": 2,
+        "value_heads": 4,
+        "lengths": (1000, 1, 0, 63, 1936),
+        "gate": "bounded",
+        **RAW,
+        **STATES,
+    },
+]
+
+
+def step(given: dict[str, Any], wanted: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    o, state = deltafuse.chunk_kda(**given, backend="cute")
+    return torch.autograd.grad([o, state], list(wanted.values()), [torch.ones_like(o), torch.ones_like(state)])
+
+
+@pytest.mark.parametrize("fields", TRAINING, ids=["whole", "segments", "packed, GVA"])
+def test_gradients_fifty_times_the_same_bits(fields: dict[str, Any]) -> None:
+    given = arguments(**fields)
+    wanted = leaves(given)
+    first = step(given, wanted)
+    for _ in range(50):
+        torch.full((64 * 2**20,), float("nan"), device=CUDA)
+        assert all(torch.equal(x, y) for x, y in zip(first, step(given, wanted), strict=True))
+    assert all(bool(x.isfinite().all()) for x in first)
+
+
+def test_a_training_step_in_a_graph() -> None:
+    given = arguments(**TRAINING[0])
+    wanted = leaves(given)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        eager = step(given, wanted)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(given, wanted)
+    for x in captured:
+        x.fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(eager, captured, strict=True))
+
+
+def test_training_compiled_by_torch() -> None:
+    given = arguments(**TRAINING[0])
+    wanted = leaves(given)
+    compiled = torch.compile(lambda **x: deltafuse.chunk_kda(**x, backend="cute"), fullgraph=True)
+    o, state = compiled(**given)
+    got = torch.autograd.grad([o, state], list(wanted.values()), [torch.ones_like(o), torch.ones_like(state)])
+    assert all(torch.equal(x, y) for x, y in zip(got, step(given, wanted), strict=True))
+
+
+def test_strong_gates_have_finite_gradients() -> None:
+    given = arguments(tokens=200, heads=2, decay="strong", gate="softplus", **RAW)
+    given["g"] = (given["g"] * 40).to(torch.bfloat16)  # saturated both ways
+    wanted = leaves(given)
+    o, _ = deltafuse.chunk_kda(**given, backend="cute")
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(o, list(wanted.values()), torch.ones_like(o)))

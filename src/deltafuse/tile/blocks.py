@@ -19,12 +19,12 @@ ROWS = 16 * ROW
 
 def block_address(panel, lane):
     """For `load_block`, and for `load_transposed` of a block as two B operands of 8 columns each, in a list of four words."""
-    return panel + vector_offset(lane % 16, lane // 16)
+    return panel + vector_offset(lane & 15, lane >> 4)
 
 
 def transposed_address(panel, lane):
     """For `load_transposed`: the transpose of a block as an A operand."""
-    return panel + vector_offset(lane % 8 + lane // 16 * 8, lane // 8 % 2)
+    return panel + vector_offset((lane & 7) + (lane >> 4 << 3), lane >> 3 & 1)
 
 
 def load_block(address):

@@ -16,19 +16,16 @@ from cutlass import Int32, Uint32
 from .ptx import exp2, load_shared, select
 
 
-def meeting_factors(block, stride, row, level, n):
-    """2^(H - H_ref) of a row in the upper half of its rows, 2^(H_ref - H) in the lower: 4 n columns of fp32 H in shared memory.
+def meeting_factors(at, row, level):
+    """2^(H - H_ref) of a row in the upper half of its rows, 2^(H_ref - H) in the lower, of 4 columns.
 
-    `block` is the address of row 0 at the first column, rows are `stride` bytes apart.
+    `at` gives the address in shared memory of these columns' fp32 H in a row.
     """
     bit = Int32(1) << level
     upper = (row & bit) != 0
     ref = (row & ~(2 * bit - 1)) + bit - 1
-    out = []
-    for u in range(n):
-        H, at_ref = (load_shared(block + x * stride, 16 * u, 4) for x in (row, ref))
-        out += [exp2(select(upper, a - b, b - a)) for a, b in zip(H, at_ref, strict=True)]
-    return out
+    pairs = zip(*(load_shared(at(x), 0, 4) for x in (row, ref)), strict=True)
+    return [exp2(select(upper, a - b, b - a)) for a, b in pairs]
 
 
 def only_level(words, level, transposed, lane):

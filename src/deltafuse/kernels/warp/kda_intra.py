@@ -25,20 +25,25 @@ c_b = 0 where the block's H are within -120 .. 30 and the type is bf16: rows and
 c_b = t_b, all factors are at most 1, and the own block is done by `own_blocks_exactly`. Between blocks, sums decay in the
 accumulators: after the products with a block they are multiplied by a vector over columns (`powers`).
 
-Registers. Lane 4 r + t has, of rows r and r + 8, columns 32 m + 8 t .. + 7 of the warp's 64, m = 0, 1: 16-byte vectors of
-global memory. Tile u of the products over 32 columns has columns 8 t + 2 u, + 1 as its 2 t, 2 t + 1, so that accumulators are
-these elements. Products and what follows are done for two tiles at a time ("group"). The gate goes the other way, a lane has
-2 columns of the block's 16 rows, and crosses over through shared memory: H on the way in, dG on the way out.
+Registers. Lane 4 r + t has, of rows r and r + 8, columns 16 c + 4 t .. + 3 of the warp's 64, c = 0 .. 3: whole sectors of global
+memory. Tile u = 0, 1 of the products over these 16 columns ("group" c) has columns 4 t + 2 u, + 1 as its 2 t, 2 t + 1, so that
+accumulators are these elements. Products and what follows are done group by group; dq and dk wait in the io type, times the
+factors that keep them in its range, for what the norm takes away. The gate goes the other way, a lane has 2 columns of the block's
+16 rows, and crosses over through shared memory: H on the way in, dG on the way out. A row's two 64-byte halves of every 128 change
+places in odd rows, so that both ways are free of bank conflicts.
+
+Registers are short: nothing may be spilled where blocks fit, since a stack of all CTAs is as large as L2. Loads are `early`, where
+nothing would wait for them otherwise, and addresses are made anew rather than kept. q, k and the raw gate come a second time from L2.
 
 Timeline (| is a barrier of the CTA)
-    dA and dL to shared memory, the other gradients to L2, behind the scenes; q, k, g, beta into registers; H; |x|^2 |
-    operands to shared memory; a thread a column: powers | by groups: products, dq, dk, dG; row sums | dq, dk, dbeta out;
-    dG summed over a block's rows | gate, dg out | sums over blocks for dt_bias, over warps for A_log
+    q, k, g, beta into registers; dA and dL to shared memory, the other gradients to L2, behind the scenes; H; |x|^2 |
+    operands to shared memory; a thread a column: powers | by groups: products, dq, dk, dG; row sums; dG summed over a block's
+    rows | dq, dk, dbeta, dg out | sums over blocks for dt_bias, over warps for A_log
 
-Shared memory, bytes (K = 128: 114,464)
+Shared memory, bytes (K = 128: 113,440)
     images     16,384  dA, dL
     operands   49,152  q, k, beta k: [K / 64] panels each
-    H, dG      33,792  [64][K + 4] fp32
+    H, dG      32,768  [64][K] fp32
     vectors    12,288  [24][K] fp32
     rows        2,848  factors [5][64], sums [3][K / 64][64], sums of warps [8], fp32
 Two CTAs an SM with K = 128, three with K = 64: 128 and 168 registers a thread.
@@ -74,10 +79,10 @@ from ...tile.ptx import (
     load_global,
     load_global_half,
     load_shared,
+    opaque,
     pack,
     rsqrt,
     select,
-    store_global,
     store_shared,
     store_shared_if,
     unpack,
@@ -95,16 +100,17 @@ from .kda_intra_gate import (
     LINK,
     TOTAL,
     GateSide,
+    store_global_if,
 )
 
+EXACT_Y, EXACT_X, EXACT_Z, EXACT_G, EXACT_K = range(5)
+"""What the exact way gives; the last is k itself."""
 EPSILON = 1e-6
 """Of the L2 norm."""
 BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
 """Factors of rows in shared memory."""
 OF_Q, OF_K, OF_BETA = range(3)
 """Operands (the last is beta k), and sums over a row's columns: q . dq, k . dk, k . X."""
-EXACT_Y, EXACT_X, EXACT_Z, EXACT_G = range(4)
-"""What the exact way gives."""
 
 
 class KdaIntra(GateSide):
@@ -190,10 +196,10 @@ class KdaIntra(GateSide):
             batch, chunk = divmod(slot, by_chunks)
             first = chunk * CHUNK
             rows = cutlass.min(mQ.shape[1] - first, CHUNK)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        warp = cute.arch.make_warp_uniform(tid >> 5)
         x = SimpleNamespace(
-            sAll=sAll, batch=batch, first=first, rows=rows, head=head, slot=slot, tid=tid, lane=tid % 32,
-            block=warp % 4, half=warp // 4, unit=Int64(slot) * value_heads + head, key_head=head // by_group,
+            sAll=sAll, batch=batch, first=first, rows=rows, head=head, slot=slot, tid=tid, lane=tid & 31,
+            block=warp & 3, half=warp >> 2, unit=Int64(slot) * value_heads + head, key_head=head // by_group,
             scale=scale, lower_bound=lower_bound, beta_limit=beta_limit,
         )  # fmt: skip
         if rows > 0:
@@ -216,11 +222,10 @@ class KdaIntra(GateSide):
     def chunk(
         self, x, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
     ):  # fmt: skip
-        self.fetch(x, mDfactors, mDscores, mDgi)
         self.places(x)
-        x.aQ, x.aK = (self.row_addresses(m, x, x.key_head, 2) for m in (mQ, mK))
         raw = self.load_gate(x, mG)
-        words_q, words_k = (self.load_rows(a) for a in (x.aQ, x.aK))
+        words_q, words_k = (self.load_rows(x, m) for m in (mQ, mK))
+        self.fetch(x, mDfactors, mDscores, mDgi)
         self.load_beta(x, mBeta)
         x.fits = self.sum_gate(x, raw, mALog, mBias)
         if const_expr(self.config.l2norm):
@@ -236,31 +241,41 @@ class KdaIntra(GateSide):
         wait_copies()
         cute.arch.sync_threads()
 
-        inner = (x.mine * self.K + x.column) * 2
-        x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
-        x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
-        # dq / s and dk [row][column], still of the normed q and k; sums over columns [kind][row]; the sum for A_log.
-        x.rDq, x.rDk = (cute.make_rmem_tensor((2, 16), Float32) for _ in range(2))
+        # Words of dq and dk [c][h][2], still without what the norm takes away; sums over columns [kind][row]; the sum for A_log.
         x.rSums, x.rALog = cute.make_rmem_tensor((3, 2), Float32), cute.make_rmem_tensor((1,), Float32)
         x.rSums.fill(0.0)
         x.rALog.fill(0.0)
-        # [kind][row][column]. Indexed by a variable, it lies in local memory: blocks that fit have no use for it.
-        x.rExact = cute.make_rmem_tensor((4, 2, 16), Float32)
+        x.rDq, x.rDk = (cute.make_rmem_tensor((4, 2, 2), Uint32) for _ in range(2))
+        # What blocks that do not fit give, [kind][row][column]. Indexed by a variable, it lies in local memory, which others leave alone.
+        x.rExact = cute.make_rmem_tensor((5, 2, 16), Float32)
         if not x.fits:
-            self.own_blocks_exactly(x)
+            self.own_block_exactly(x, mQ, mK)
+        x = self.afresh(x)
+        inner = (x.mine * self.K + x.column) * 2
+        x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
+        x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
         for c in cutlass.range_constexpr(4):
             self.columns(x, c)
+        cute.arch.sync_warp()
+        x = self.afresh(x)
+        # What the rest needs is on its way before the barrier.
+        if const_expr(self.config.l2norm):
+            words_q, words_k = (self.load_rows(x, m) for m in (mQ, mK))
+        direct = self.load_direct(x, mDirect)
+        raw_beta = None
+        if const_expr(self.config.beta_sigmoid):
+            raw_beta = self.raw_beta(x, mBeta)
         self.put_sums(x)
+        self.sum_columns(x, mDalog)
         cute.arch.sync_threads()
 
-        self.write_rows(x, mDq, x.rDq, x.aQ, OF_Q, NORM_Q, SCALE_Q)
-        self.write_rows(x, mDk, x.rDk, x.aK, OF_K, NORM_K, NORM_K)
+        self.write_rows(x, mDq, x.rDq, words_q, OF_Q, NORM_Q)
+        if const_expr(self.config.gate != "log"):
+            raw = self.load_gate(x, mG)
+        self.write_rows(x, mDk, x.rDk, words_k, OF_K, NORM_K)
         if x.tid < CHUNK:
-            self.write_beta(x, mBeta, mDirect, mDbeta)
-        sums = self.sum_columns(x, mDalog)
-        cute.arch.sync_threads()
-
-        self.write_gate(x, sums, mG, mDg, mALog, mBias)
+            self.write_beta(x, raw_beta, direct, mDbeta)
+        self.write_gate(x, raw, mDg, mALog, mBias)
         if const_expr(mDalog is not None or mDbias is not None):
             cute.arch.sync_threads()
             if x.tid < self.K:
@@ -268,14 +283,15 @@ class KdaIntra(GateSide):
 
     # ---- where things are ----------------------------------------------------------------------------------------------------------
     def places(self, x):
-        """Addresses in shared memory of this lane's elements: by rows (r, r + 8 and 8 columns) and by columns (2 of them, 16 rows)."""
-        x.r, x.t = x.lane // 4, x.lane % 4
+        """Addresses in shared memory of this lane's elements: by rows (r, r + 8; 4 columns of a group) and by columns (2 and 16 rows)."""
+        x.r, x.t = x.lane >> 2, x.lane & 3
         x.mine = 16 * x.block + x.r
-        x.column, x.gate_column = 64 * x.half + 8 * x.t, 64 * x.half + 2 * x.lane
+        x.column, x.gate_column = 64 * x.half + 4 * x.t, 64 * x.half + 2 * x.lane
         by_rows, by_columns = x.column * 4, x.gate_column * 4
-        x.sH = x.sAll + self.at_h + x.mine * self.h_row + by_rows
         x.sBlockH = x.sAll + self.at_h + 16 * x.block * self.h_row + by_rows
+        x.sH = self.row_of_gate(x, x.r)
         x.sGate = x.sAll + self.at_h + 16 * x.block * self.h_row + by_columns
+        x.sOddGate = x.sGate ^ 64
         x.sVectors = x.sAll + self.at_vectors + by_rows
         x.sOwn = x.sVectors + x.block * self.vector
         x.sOwnGate = x.sAll + self.at_vectors + x.block * self.vector + by_columns
@@ -287,23 +303,35 @@ class KdaIntra(GateSide):
         x.sColumns = blocks.block_address(sOperands, x.lane)
         x.sMine = sOperands + panel.vector_offset(x.mine, 0) + 4 * x.t
 
+    def afresh(self, x):
+        """x with addresses made anew: they would take registers from here to there."""
+        x = SimpleNamespace(**vars(x))
+        x.tid = opaque(x.tid)
+        x.lane = x.tid & 31
+        self.places(x)
+        return x
+
+    def row_of_gate(self, x, row):
+        """Address of H and dG of group 0 in a row of the block; `^ (64 * c)` makes it that of group c."""
+        return (x.sBlockH + row * self.h_row) ^ (64 * (row & 1))
+
     def row_addresses(self, mX, x, head, size):
         """Of this lane's first column in its two rows; behind the end, in the last row."""
-        return [
-            self.row_address(mX, x, cutlass.min(x.mine + 8 * h, x.rows - 1), x.column, head, size) for h in range(2)
-        ]
+        mine = opaque(x.mine)
+        rows = [cutlass.min(mine + 8 * h, x.rows - 1) for h in range(2)]
+        return [self.row_address(mX, x, row, x.column, head, size) for row in rows]
 
     def at_group(self, c, size):
         """Offset of this lane's 4 columns of group c."""
-        return (32 * (c // 2) + 4 * (c % 2)) * size
+        return 16 * c * size
 
     def vector_of(self, address, row, c):
         """This lane's columns of a row of the table of vectors."""
-        return load_shared(address + row * self.vector + self.at_group(c, 4), 0, 4)
+        return load_shared(address + row * self.vector, self.at_group(c, 4), 4)
 
     def sums_of_gate(self, x, h, c):
         """H in row r + 8 h."""
-        return load_shared(x.sH + (8 * h * self.h_row + self.at_group(c, 4)), 0, 4)
+        return load_shared(x.sH ^ (64 * c), 8 * h * self.h_row, 4)
 
     def scalars_of(self, x, which):
         """Of rows r, r + 8."""
@@ -329,26 +357,33 @@ class KdaIntra(GateSide):
             prefetch(factors + self.threads * 128)
         prefetch(mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(x.tid * 128))
 
-    def load_rows(self, addresses):
-        """This lane's words of q or k: [m][row r, row r + 8][4]."""
-        return [[load_global(a, 64 * m, 4) for a in addresses] for m in range(2)]
+    def load_rows(self, x, mX):
+        """This lane's words of q or k: [c][row r, row r + 8][2]."""
+        addresses = self.row_addresses(mX, x, x.key_head, 2)
+        return [[load_global(a, self.at_group(c, 2), 2, early=True) for a in addresses] for c in range(4)]
 
-    def load_group(self, address, c):
-        """This lane's numbers in a row of q or k."""
-        return self.numbers(load_global(address + Int64(self.at_group(c, 2)), 0, 2))
-
-    def load_gradient(self, x, which, h, c):
-        """This lane's numbers of dqg, dkd or dkg in row r + 8 h."""
-        offset = which * (CHUNK * self.K * 2) + h * (8 * self.K * 2) + self.at_group(c, 2)
-        return self.numbers(load_uncached(x.aD + Int64(offset), 0, 2))
+    def load_gradients(self, x, c):
+        """This lane's words of group c of dkg, dqg, dkd and dGi: [which][row r, row r + 8]."""
+        out = []
+        # The first to be used goes first.
+        for which in (2, 0, 1):
+            at = which * (CHUNK * self.K * 2) + self.at_group(c, 2)
+            out.append([load_uncached(x.aD, at + h * (8 * self.K * 2), 2, early=True) for h in range(2)])
+        out.append([load_uncached(x.aGi, h * (8 * self.K * 4) + self.at_group(c, 4), 4, early=True) for h in range(2)])
+        return out
 
     def raw_beta(self, x, mBeta):
-        """Row `tid`, behind the end the last one; to be called with tid < 64."""
+        """Row `tid`, behind the end the last one."""
         row = cutlass.min(x.tid, x.rows - 1)
         address = self.row_address(mBeta, x, row, 0, x.head, self.beta_dtype.width // 8)
         if self.beta_dtype is Float32:
-            return load_global(address, 0, 1, Float32)[0]
-        return unpack(self.beta_dtype, load_global_half(address))[0]
+            return load_global(address, 0, 1, Float32, early=True)[0]
+        return unpack(self.beta_dtype, load_global_half(address, early=True))[0]
+
+    def load_direct(self, x, mDirect):
+        """What is known of dbeta in row `tid`, behind the end in the last one."""
+        row = x.unit * CHUNK + cutlass.min(x.tid, CHUNK - 1)
+        return load_global(mDirect.iterator.toint() + row * 4, 0, 1, Float32, early=True)[0]
 
     @cute.jit
     def load_beta(self, x, mBeta):
@@ -418,7 +453,7 @@ class KdaIntra(GateSide):
         for h in range(2):
             H = self.sums_of_gate(x, h, c)
             up = [exp2(a + self.shift) for a in H]
-            q, k = (self.numbers(w[c // 2][h][2 * (c % 2) : 2 * (c % 2) + 2]) for w in (words_q, words_k))
+            q, k = (self.numbers(w[c][h]) for w in (words_q, words_k))
             operands = {
                 OF_Q: [a * b * scalars[SCALE_Q][h] for a, b in zip(q, up, strict=True)],
                 OF_K: [a * scalars[NORM_K][h] * exp2(b - d) for a, b, d in zip(k, column, H, strict=True)],
@@ -431,72 +466,68 @@ class KdaIntra(GateSide):
 
     # ---- products ------------------------------------------------------------------------------------------------------------------
     def columns(self, x, c):
-        """Group c, of which a lane has 4 consecutive columns: dq, dk, sums over rows, and dG to shared memory.
+        """Group c, of which a lane has 4 consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
 
         A pair i >= j adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
         cancel in the sum over rows.
         """
-        rY, rX, rG = (cute.make_rmem_tensor((2, 4), Float32) for _ in range(3))
-        self.earlier_blocks(x, rY, rX, c)
-        up = []
-        for h in range(2):
-            q, k = (self.own_operand(x, operand, h, c) for operand in (OF_Q, OF_BETA))
-            up.append([exp2(a + self.shift) for a in self.sums_of_gate(x, h, c)])
-            for e in range(4):
-                rG[h, e] = fma(k[e], rX[h, e], q[e] * rY[h, e])
-                rY[h, e] = rY[h, e] * up[h][e]
-                rX[h, e] = rX[h, e] * up[h][e]
-        self.add_exact(x, (rY, rX, rG), (EXACT_Y, EXACT_X, EXACT_G), c)
-        before = self.vector_of(x.sOwn, BEFORE, c)
-        beta, keys = self.scalars_of(x, BETA), []
-        for h in range(2):
-            q, k = (self.load_group(a[h], c) for a in (x.aQ, x.aK))
-            keys.append(k)
-            dqg, dkd = (self.load_gradient(x, i, h, c) for i in range(2))
-            for e in range(4):
-                power = up[h][e] * before[e]
-                dq = fma(dqg[e], power, rY[h, e])
-                x.rDq[h, 4 * c + e] = dq
-                x.rDk[h, 4 * c + e] = fma(-dkd[e], power, beta[h] * rX[h, e])
-                x.rSums[OF_Q, h] = fma(q[e], dq, x.rSums[OF_Q, h])
-                x.rSums[OF_BETA, h] = fma(k[e], rX[h, e], x.rSums[OF_BETA, h])
-        self.later_rows(x, rG, keys, c)
-
-    def later_rows(self, x, rG, keys, c):
-        """Z and dkg: completes dk and dG."""
-        rZ = cute.make_rmem_tensor((2, 4), Float32)
-        self.later_blocks(x, rZ, c)
-        column = self.vector_of(x.sOwn, COLUMN, c)
-        H, down = [], []
-        for h in range(2):
-            k = self.own_operand(x, OF_K, h, c)
-            H.append(self.sums_of_gate(x, h, c))
-            down.append([exp2(a - b) for a, b in zip(column, H[h], strict=True)])
-            for e in range(4):
-                rG[h, e] = fma(-k[e], rZ[h, e], rG[h, e])
-                rZ[h, e] = rZ[h, e] * down[h][e]
-        self.add_exact(x, (rZ,), (EXACT_Z,), c)
-        after = self.vector_of(x.sOwn, AFTER, c)
-        for h in range(2):
-            dkg = self.load_gradient(x, 2, h, c)
-            dgi = load_uncached(x.aGi + Int64(h * (8 * self.K * 4) + self.at_group(c, 4)), 0, 4)
-            dG = [rG[h, e] + as_float(dgi[e]) for e in range(4)]
-            for e in range(4):
-                dk = x.rDk[h, 4 * c + e] + fma(dkg[e], down[h][e] * after[e], rZ[h, e])
-                x.rDk[h, 4 * c + e] = dk
-                x.rSums[OF_K, h] = fma(keys[h][e], dk, x.rSums[OF_K, h])
-                if self.config.a_log and self.config.gate == "softplus":
-                    x.rALog[0] = fma(dG[e], H[h][e], x.rALog[0])
-            store_shared(x.sH + (8 * h * self.h_row + self.at_group(c, 4)), 0, dG)
+        # No load moves up to where the group before needs the registers, and H is read before dG takes its place.
+        cute.arch.sync_warp()
+        given = self.load_gradients(x, c)
+        rK, rX, rG, rDq, rDk = (cute.make_rmem_tensor((2, 4), Float32) for _ in range(5))
+        self.later_blocks(x, rDk, c)
+        self.earlier_blocks(x, rDq, rX, c)
+        self.apply_powers(x, given, rK, rX, rDq, rDk, rG, c)
+        self.add_exact(x, (rDq, rX, rDk, rG), rK, c)
+        self.finish_group(x, rK, rX, rDq, rDk, rG, c)
 
     @cute.jit
-    def add_exact(self, x, tensors, kinds, c):
-        """The own block's part where it did not fit."""
+    def add_exact(self, x, sums, rK, c: cutlass.Constexpr):
+        """The own block's part where it did not fit, and k, which the operand may have lost."""
         if not x.fits:
-            for r, kind in zip(tensors, kinds, strict=True):
-                for h in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(4):
+            for h in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(4):
+                    for kind, r in enumerate(sums):
                         r[h, e] = r[h, e] + x.rExact[kind, h, 4 * c + e]
+                    rK[h, e] = x.rExact[EXACT_K, h, 4 * c + e]
+
+    def apply_powers(self, x, given, rK, rX, rDq, rDk, rG, c):
+        """From sums over blocks to Y + 2^G dqg, X and Z + 2^(G_C - G) dkg - 2^G dkd, dG; k and the sum q . dq."""
+        column, after, before = (self.vector_of(x.sOwn, row, c) for row in (COLUMN, AFTER, BEFORE))
+        for h in range(2):
+            q, k, beta_k = (self.own_operand(x, operand, h, c) for operand in (OF_Q, OF_K, OF_BETA))
+            dkg, dqg, dkd = (self.numbers(w[h]) for w in given[:3])
+            for e, H in enumerate(self.sums_of_gate(x, h, c)):
+                up, down = exp2(H + self.shift), exp2(column[e] - H)
+                dq = fma(dqg[e], before[e], rDq[h, e])
+                lost = fma(-k[e], rDk[h, e], as_float(given[3][h][e]))
+                rG[h, e] = fma(beta_k[e], rX[h, e], fma(q[e], rDq[h, e], lost))
+                rDk[h, e] = fma(-dkd[e], up * before[e], fma(dkg[e], after[e], rDk[h, e]) * down)
+                rDq[h, e] = dq * up
+                rX[h, e] = rX[h, e] * up
+                rK[h, e] = k[e] * up
+                if self.config.l2norm:
+                    x.rSums[OF_Q, h] = fma(q[e], dq, x.rSums[OF_Q, h])
+
+    def finish_group(self, x, rK, rX, rDq, rDk, rG, c):
+        """Sums over rows, dG, and the words of dq and dk."""
+        beta, scale_q, norm_k = (self.scalars_of(x, which) for which in (BETA, SCALE_Q, NORM_K))
+        for h in range(2):
+            if self.config.a_log and self.config.gate == "softplus":
+                for e, H in enumerate(self.sums_of_gate(x, h, c)):
+                    x.rALog[0] = fma(rG[h, e], H, x.rALog[0])
+            store_shared(x.sH ^ (64 * c), 8 * h * self.h_row, [rG[h, e] for e in range(4)])
+            dq, dk = [], []
+            for e in range(4):
+                d = fma(beta[h], rX[h, e], rDk[h, e])
+                if self.config.l2norm:
+                    x.rSums[OF_K, h] = fma(rK[h, e], d, x.rSums[OF_K, h])
+                x.rSums[OF_BETA, h] = fma(rK[h, e], rX[h, e], x.rSums[OF_BETA, h])
+                dq.append(rDq[h, e] * scale_q[h])
+                dk.append(d * norm_k[h])
+            for to, values in ((x.rDq, dq), (x.rDk, dk)):
+                for n, word in enumerate(self.packed(values)):
+                    to[c, h, n] = word
 
     def own_operand(self, x, operand, h, c):
         """This lane's numbers of an operand, as they were rounded, in row r + 8 h."""
@@ -560,33 +591,45 @@ class KdaIntra(GateSide):
 
     # ---- own block, the exact way --------------------------------------------------------------------------------------------------
     @cute.jit
-    def own_blocks_exactly(self, x):
-        """The own block's part of Y, X, Z and dG, group by group and level by level (see `tile.levels`)."""
+    def own_block_exactly(self, x, mQ, mK):
+        """The own block's part of Y, X, Z, dG and the sum q . Y, group by group and level by level (see `tile.levels`)."""
+        x = self.afresh(x)
+        addresses = [self.row_addresses(m, x, x.key_head, 2) for m in (mQ, mK)]
         for c in cutlass.range(4, unroll=1):
-            sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(4)]
-            for r in sums:
-                r.fill(0.0)
-            self.same_rows(x, sums, c)
+            sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(5)]
+            rY, rX, rZ, rG, rK = sums
+            rQ = cute.make_rmem_tensor((2, 4), Float32)
+            for r, at, which in ((rQ, addresses[0], SCALE_Q), (rK, addresses[1], NORM_K)):
+                self.load_group(x, r, at, which, c)
+            rX.fill(0.0)
+            rG.fill(0.0)
+            # The pairs i = j cancel in dG.
+            for h in cutlass.range_constexpr(2):
+                own = self.diagonal(x, h)
+                for e in cutlass.range_constexpr(4):
+                    rY[h, e] = own * rK[h, e]
+                    rZ[h, e] = own * rQ[h, e]
             for n in cutlass.range(4, unroll=1):
-                self.level(x, sums, 3 - n, c)
-            for kind, r in enumerate(sums):
-                for h in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(4):
+                self.level(x, rQ, sums, 3 - n, c)
+            for h in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(4):
+                    if const_expr(self.config.l2norm):
+                        x.rSums[OF_Q, h] = fma(rQ[h, e], rY[h, e], x.rSums[OF_Q, h])
+                    for kind, r in enumerate(sums):
                         x.rExact[kind, h, 4 * c + e] = r[h, e]
 
-    def same_rows(self, x, sums, c):
-        """The pairs i = j, which cancel in dG."""
-        for which, address, kind in ((NORM_K, x.aK, EXACT_Y), (SCALE_Q, x.aQ, EXACT_Z)):
-            factors = self.scalars_of(x, which)
-            for h in range(2):
-                own = self.diagonal(x, h) * factors[h]
-                for e, f in enumerate(self.load_group(address[h], c)):
-                    sums[kind][h, e] = own * f
+    def load_group(self, x, r, addresses, which, c):
+        """This lane's normed q or k of a group."""
+        factors = self.scalars_of(x, which)
+        for h in range(2):
+            words = load_global(addresses[h] + Int64(self.at_group(c, 2)), 0, 2)
+            for e, f in enumerate(self.numbers(words)):
+                r[h, e] = f * factors[h]
 
-    def level(self, x, sums, level, c):
+    def level(self, x, rQ, sums, level, c):
         """One level's pairs."""
-        rY, rX, rZ, rG = (sums[kind] for kind in (EXACT_Y, EXACT_X, EXACT_Z, EXACT_G))
-        f, q, k, beta_k = self.level_operands(x, level, c)
+        rY, rX, rZ, rG, rK = sums
+        f, q, k, beta_k = self.level_operands(x, rQ, rK, level, c)
         rows = [blocks.load_block((x.sBlocks ^ (32 * x.block)) + i * panel.BYTES) for i in range(2)]
         columns = [load_transposed(x.sTransposed + x.block * blocks.ROWS + i * panel.BYTES) for i in range(2)]
         rows = [only_level(a, level, False, x.lane) for a in rows]
@@ -603,14 +646,13 @@ class KdaIntra(GateSide):
             self.add_scaled(rZ, z, f, u)
             self.add_scaled(rG, z, [[-a for a in self.numbers(w)] for w in k], u)
 
-    def level_operands(self, x, level, c):
+    def level_operands(self, x, rQ, rK, level, c):
         """2^|H - H_ref|; with it, words of s q, k and beta k of rows r, r + 8."""
-        f = [meeting_factors(x.sBlockH + self.at_group(c, 4), self.h_row, x.r + 8 * h, level, 1) for h in range(2)]
-        q, k = ([self.load_group(a, c) for a in addresses] for addresses in (x.aQ, x.aK))
-        sources = ((y, self.scalars_of(x, which)) for y, which in ((q, SCALE_Q), (k, NORM_K), (k, BETA_K)))
-        return f, *(
-            [self.packed([a * s[h] * b for a, b in zip(y[h], f[h], strict=True)]) for h in range(2)] for y, s in sources
-        )
+        f = [meeting_factors(lambda row: self.row_of_gate(x, row) ^ (64 * c), x.r + 8 * h, level) for h in range(2)]
+        words = []
+        for r, s in ((rQ, [1.0, 1.0]), (rK, [1.0, 1.0]), (rK, self.scalars_of(x, BETA))):
+            words.append([self.packed([r[h, e] * s[h] * f[h][e] for e in range(4)]) for h in range(2)])
+        return f, *words
 
     def add_scaled(self, sums, z, f, u):
         for i in range(4):
@@ -629,9 +671,8 @@ class KdaIntra(GateSide):
         """|x|^2 over the warp's columns: the diagonal of x x^T, of which lane (r, r / 2) has elements of rows r, r + 8."""
         own = [[Float32(0.0)] * 4 for _ in range(2)]
         for rows in words:
-            for s in (0, 2):
-                a = (rows[0][s], rows[1][s], rows[0][s + 1], rows[1][s + 1])
-                own = [mma_16bit(self.dtype, a, rows[h][s : s + 2], own[h]) for h in range(2)]
+            a = (rows[0][0], rows[1][0], rows[0][1], rows[1][1])
+            own = [mma_16bit(self.dtype, a, rows[h], own[h]) for h in range(2)]
         squares = [select(x.r % 2, own[h][2 * h + 1], own[h][2 * h]) for h in range(2)]
         self.put_row_sums(x, operand, squares, x.t == x.r // 2)
 
@@ -652,41 +693,38 @@ class KdaIntra(GateSide):
 
     def put_sums(self, x):
         """The warp's row sums to shared memory."""
-        for which in range(3):
-            factor = self.scalars_of(x, NORM_K) if which == OF_BETA else [1.0, 1.0]
-            self.put_row_sums(x, which, [sum_lanes(x.rSums[which, h] * factor[h], (1, 2)) for h in range(2)], x.t == 0)
+        for which in range(3) if self.config.l2norm else (OF_BETA,):
+            self.put_row_sums(x, which, [sum_lanes(x.rSums[which, h], (1, 2)) for h in range(2)], x.t == 0)
 
     # ---- results -------------------------------------------------------------------------------------------------------------------
     @cute.jit
-    def write_rows(self, x, mOut, rD, addresses, which, norm, factor):
-        """dq or dk: factor (d - norm^2 (x . d) x), x the raw rows."""
+    def write_rows(self, x, mOut, words, raw, which, norm):
+        """dq or dk: d - norm^2 (x . d) x of the raw rows x, where (x . d) has its own factor already."""
         size = const_expr(4 if self.config.grouped else 2)
         to = self.row_addresses(mOut, x, x.head, size)
-        sums, norm, factor = self.get_row_sums(x, which), self.scalars_of(x, norm), self.scalars_of(x, factor)
-        for m in cutlass.range_constexpr(2):
-            for h in cutlass.range_constexpr(2):
-                d = [rD[h, 8 * m + e] * factor[h] for e in range(8)]
+        for h in cutlass.range_constexpr(2):
+            if const_expr(self.config.l2norm):
+                n = self.scalars_of(x, norm)[h]
+                back = -n * n * self.get_row_sums(x, which)[h]
+            for c in cutlass.range_constexpr(4):
+                out = [words[c, h, n] for n in range(2)]
+                if const_expr(self.config.l2norm or self.config.grouped):
+                    out = self.numbers(out)
                 if const_expr(self.config.l2norm):
-                    back = -(factor[h] * norm[h]) * (norm[h] * sums[h])
-                    words = load_global(addresses[h], 64 * m, 4)
-                    d = [fma(back, f, g) for f, g in zip(self.numbers(words), d, strict=True)]
-                if x.mine + 8 * h < x.rows:
-                    if const_expr(self.config.grouped):
-                        store_global(to[h], 128 * m, d[:4])
-                        store_global(to[h], 128 * m + 16, d[4:])
-                    else:
-                        store_global(to[h], 64 * m, self.packed(d))
+                    out = [fma(back, f, d) for f, d in zip(self.numbers(raw[c][h]), out, strict=True)]
+                if const_expr(self.config.l2norm and not self.config.grouped):
+                    out = self.packed(out)
+                store_global_if(to[h] + Int64(self.at_group(c, size)), out, x.mine + 8 * h < x.rows)
 
     @cute.jit
-    def write_beta(self, x, mBeta, mDirect, mDbeta):
-        """dbeta of row `tid` < 64."""
+    def write_beta(self, x, raw, d, mDbeta):
+        """dbeta of row `tid` < 64, from what is known of it, and raw beta."""
         if x.tid < x.rows:
-            d = load_global(mDirect.iterator.toint() + (x.unit * CHUNK + x.tid) * 4, 0, 1, Float32)[0]
             sums = x.sAll + self.at_sums + OF_BETA * self.halves * CHUNK * 4 + x.tid * 4
             for c in cutlass.range_constexpr(self.halves):
                 d = d + load_shared(sums, c * CHUNK * 4, 1)[0]
             if const_expr(self.config.beta_sigmoid):
-                d = d * x.beta_limit * sigmoid_slope(self.raw_beta(x, mBeta))
+                d = d * x.beta_limit * sigmoid_slope(raw)
             mDbeta[self.batch(x), x.first + x.tid, x.head] = d.to(self.beta_dtype)
 
 

@@ -11,7 +11,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 
 from ...tile import panel
 from ...tile.gate import Gate
@@ -19,15 +19,16 @@ from ...tile.gate_gradient import GateGradient
 from ...tile.lanes import sum_lanes
 from ...tile.ptx import (
     as_float,
+    asm,
     fma,
     fmax,
     fmin,
     load_global,
     load_shared,
     mad_wide,
+    opaque,
     pack,
     select,
-    store_global,
     store_shared,
     unpack,
 )
@@ -40,6 +41,14 @@ LOWEST, HIGHEST = -120.0, 30.0
 # Rows of the table of vectors, the first of each kind: see `powers`. The sums of blocks and of biases take over the places of used ones.
 TOTAL, COLUMN, LAST, LINK, LATER, BEFORE, AFTER, VECTORS = 0, 4, 8, 12, 14, 16, 20, 24
 BLOCK_SUM, BIAS_SUM = COLUMN, LAST
+
+
+def store_global_if(address, words, valid):
+    """Words to a global address, where `valid` holds."""
+    n = len(words)
+    names = ", ".join(f"${1 + i}" for i in range(n))
+    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global{f'.v{n}' if n > 1 else ''}.b32 [$0], {{{names}}};\n}}"
+    asm(text, [], [Int64(address), *words, Int32(valid)])
 
 
 class GateSide:
@@ -55,7 +64,7 @@ class GateSide:
         self.beta_dtype = DTYPES[config.beta_dtype]
         self.bf16 = self.dtype is BFloat16
         self.shift = float(SHIFT) if self.bf16 else 0.0
-        self.h_row = (self.K + 4) * 4
+        self.h_row = self.K * 4
         self.vector = self.K * 4
         # Byte offsets in shared memory.
         self.operand_bytes = self.halves * panel.BYTES
@@ -77,32 +86,21 @@ class GateSide:
         start = start + Int64(head) * Int64(mX.stride[2]) + Int64(column)
         return mad_wide(row, Int32(mX.stride[1]) * size, mX.iterator.toint() + start * size)
 
-    @cute.jit
     def load_gate(self, x, mG):
-        """This lane's words of the raw gate: [word][row of the block]; behind the end, of the last row."""
-        size = const_expr(self.gate_dtype.width // 8)
-        raw = cute.make_rmem_tensor((size // 2, 16), Uint32)
+        """This lane's words of the raw gate: [row of the block][word]; behind the end, of the last row."""
+        size = self.gate_dtype.width // 8
         start = self.row_address(mG, x, 0, x.gate_column, x.head, size)
-        if x.rows == CHUNK:
-            address = mad_wide(16 * x.block, Int32(mG.stride[1]) * size, start)
-            for i in cutlass.range_constexpr(16):
-                self.put_words(raw, i, load_global(address, 0, size // 2))
-                address = address + Int64(mG.stride[1]) * size
-        else:
-            for i in cutlass.range_constexpr(16):
-                row = cutlass.min(16 * x.block + i, x.rows - 1)
-                self.put_words(raw, i, load_global(mad_wide(row, Int32(mG.stride[1]) * size, start), 0, size // 2))
-        return raw
+        first = opaque(16 * x.block)
+        rows = [cutlass.min(first + i, x.rows - 1) for i in range(16)]
+        return [load_global(mad_wide(r, Int32(mG.stride[1]) * size, start), 0, size // 2, early=True) for r in rows]
 
-    def put_words(self, raw, i, words):
-        for n, word in enumerate(words):
-            raw[n, i] = word
+    def gate_numbers(self, words):
+        """The two columns of a row."""
+        return [as_float(w) for w in words] if self.gate_dtype is Float32 else unpack(self.gate_dtype, words[0])
 
-    def gate_numbers(self, raw, i):
-        """The two columns of row i."""
-        if self.gate_dtype is Float32:
-            return [as_float(raw[n, i]) for n in range(2)]
-        return unpack(self.gate_dtype, raw[0, i])
+    def gate_place(self, x, i):
+        """Address and offset of this lane's two columns of H and dG in row i of the block."""
+        return (x.sOddGate if i % 2 else x.sGate), i * self.h_row
 
     # ---- in ------------------------------------------------------------------------------------------------------------------------
     def gate_parameters(self, x, mALog, mBias):
@@ -118,17 +116,17 @@ class GateSide:
         for i in range(16):
             on = 16 * x.block + i < x.rows
             factor = select(on, gates[0].factor(on), 0.0)
-            for e, value in enumerate(self.gate_numbers(raw, i)):
+            for e, value in enumerate(self.gate_numbers(raw[i])):
                 sums[e] = fma(factor, gates[e].value(value), sums[e])
                 if self.bf16 and self.config.gate == "log":
                     low, high = fmin(low, sums[e]), fmax(high, sums[e])
-            store_shared(x.sGate, i * self.h_row, sums)
+            store_shared(*self.gate_place(x, i), sums)
         store_shared(x.sOwnGate, TOTAL * self.vector, sums)
         if not self.bf16:
             store_shared(x.sOwnGate, COLUMN * self.vector, sums)
             cute.arch.sync_warp()
-            # Never, as a value of the kernel: what the tracer makes of a constant does not outlive a branch.
-            return x.rows < 0
+            # Never, but nobody knows: branches that stay keep ptxas from loading what the exact way gives before there are registers.
+            return opaque(x.tid) < 0
         if self.config.gate != "log":
             # These gates are negative: the last row is the lowest.
             low = fmin(sums[0], sums[1])
@@ -139,11 +137,10 @@ class GateSide:
 
     # ---- out -----------------------------------------------------------------------------------------------------------------------
     def sum_columns(self, x, mDalog):
-        """Reverse cumulative sums of dG within the block, [row][column]; their last to shared memory, and the warp's sum for A_log."""
-        total, sums = [Float32(0.0)] * 2, []
+        """dG summed over the block's rows and the warp's sum for A_log, to shared memory."""
+        total = [Float32(0.0)] * 2
         for i in reversed(range(16)):
-            total = [a + b for a, b in zip(total, load_shared(x.sGate, i * self.h_row, 2), strict=True)]
-            sums.insert(0, total)
+            total = [a + b for a, b in zip(total, load_shared(*self.gate_place(x, i), 2), strict=True)]
         store_shared(x.sOwnGate, BLOCK_SUM * self.vector, total)
         if mDalog is not None and self.config.gate == "softplus":
             # dG G = dG H + dG (t of the blocks before)
@@ -152,7 +149,6 @@ class GateSide:
                 t = load_shared(x.sOwnGate - x.block * self.vector, (TOTAL + b) * self.vector, 2)
                 before = [a + select(b < x.block, f, 0.0) for a, f in zip(before, t, strict=True)]
             self.put_warp_sum(x, fma(total[0], before[0], fma(total[1], before[1], x.rALog[0])) * math.log(2))
-        return sums
 
     @cute.jit
     def put_warp_sum(self, x, value):
@@ -161,52 +157,36 @@ class GateSide:
             store_shared(x.sAll + self.at_warps + (4 * x.half + x.block) * 4, 0, [value])
 
     @cute.jit
-    def write_gate(self, x, sums, mG, mDg, mALog, mBias):
+    def write_gate(self, x, raw, mDg, mALog, mBias):
         """dg: the reverse cumulative sum of dG, times the gate's derivative; this thread's sums for dt_bias and A_log."""
-        gate = const_expr(self.config.gate)
-        later = [Float32(0.0)] * 2
+        gate, size = const_expr(self.config.gate), const_expr(self.gate_dtype.width // 8)
+        sums = [Float32(0.0)] * 2
         for b in cutlass.range_constexpr(1, 4):
             part = load_shared(x.sOwnGate - x.block * self.vector, (BLOCK_SUM + b) * self.vector, 2)
-            later = [a + select(x.block < b, f, 0.0) for a, f in zip(later, part, strict=True)]
-        rOut = cute.make_rmem_tensor((2, 16), Float32)
-        if const_expr(gate == "log"):
-            for i in cutlass.range_constexpr(16):
-                for e in cutlass.range_constexpr(2):
-                    rOut[e, i] = sums[i][e] + later[e]
-        else:
-            raw = self.load_gate(x, mG)
+            sums = [a + select(x.block < b, f, 0.0) for a, f in zip(sums, part, strict=True)]
+        if const_expr(gate != "log"):
             gradients = [GateGradient(*p) for p in self.gate_parameters(x, mALog, mBias)]
             bias, a_log = [Float32(0.0)] * 2, Float32(0.0)
-            later = [a * g.outer for a, g in zip(later, gradients, strict=True)]
-            for i in cutlass.range_constexpr(16):
-                for e, value in enumerate(self.gate_numbers(raw, i)):
+        first = 16 * x.block
+        start = self.row_address(mDg, x, first, x.gate_column, x.head, size)
+        for n in cutlass.range_constexpr(16):
+            i = 15 - n
+            sums = [a + b for a, b in zip(sums, load_shared(*self.gate_place(x, i), 2), strict=True)]
+            out = sums
+            if const_expr(gate != "log"):
+                out = []
+                for e, value in enumerate(self.gate_numbers(raw[i])):
                     slope, y = gradients[e].slope(value)
-                    out = slope * fma(sums[i][e], gradients[e].outer, later[e])
-                    rOut[e, i] = out
-                    bias[e] = bias[e] + out
-                    a_log = fma(y, out, a_log)
+                    out.append(slope * (sums[e] * gradients[e].outer))
+                    bias[e] = bias[e] + out[e]
+                    a_log = fma(y, out[e], a_log)
+            words = out if const_expr(self.gate_dtype is Float32) else [pack(self.gate_dtype, *out)]
+            store_global_if(mad_wide(i, Int32(mDg.stride[1]) * size, start), words, first + i < x.rows)
+        if const_expr(gate != "log"):
             if const_expr(self.config.dt_bias):
                 store_shared(x.sOwnGate, BIAS_SUM * self.vector, bias)
             if const_expr(self.config.a_log and gate == "bounded"):
                 self.put_warp_sum(x, a_log * gradients[0].of_a_log)
-        self.store_gate(x, rOut, mDg)
-
-    @cute.jit
-    def store_gate(self, x, rOut, mDg):
-        """The block's rows of dg that exist."""
-        size = const_expr(self.gate_dtype.width // 8)
-        address = self.row_address(mDg, x, 16 * x.block, x.gate_column, x.head, size)
-        step = Int64(mDg.stride[1]) * size
-        if x.rows == CHUNK:
-            for i in cutlass.range_constexpr(16):
-                self.store_pair(address, [rOut[0, i], rOut[1, i]])
-                address = address + step
-        else:
-            for i in cutlass.range(cutlass.min(x.rows - 16 * x.block, 16), unroll=1):
-                self.store_pair(address + Int64(i) * step, [rOut[0, i], rOut[1, i]])
-
-    def store_pair(self, address, pair):
-        store_global(address, 0, pair if self.gate_dtype is Float32 else [pack(self.gate_dtype, *pair)])
 
     @cute.jit
     def write_partials(self, x, mDalog, mDbias):

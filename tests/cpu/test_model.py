@@ -36,6 +36,14 @@ def test_hopper_is_predicted() -> None:
     assert {p.bound for *_, p, _ in rows} == {"chain", "memory", "l2"}
 
 
+def test_this_packages_scan_is_predicted() -> None:
+    """All but the call whose four CTAs of a head fetch the same operands each by itself."""
+    rows = model.hopper_check(own=True)
+    off = [(shape.heads, scan.tile, scan.share) for shape, scan, p, ms in rows if abs(p.total / ms - 1) > 0.25]
+    assert len(rows) == 10
+    assert off == [(16, 64, 1)]
+
+
 def test_tensor_cycles_by_hand() -> None:
     # 64 x 64 x (3 x 128 + 64) multiply-adds at 2048 a cycle.
     assert model.tensor_cycles(model.H200, 128, 64) == 64 * 64 * 448 / 2048 == 896

@@ -78,19 +78,22 @@ def schedule(
     sms: int,
     *,
     packed: bool = False,
+    wide: bool = False,
     costs: Costs = COSTS,
 ) -> Schedule:
     """The cheapest schedule for `sequences` sequences of `tokens` tokens each, or of `tokens` together where they are packed.
 
     The lengths of packed sequences are known to the device alone. Segments are therefore long enough for one sequence that has all tokens,
     and what they cost is reckoned for that case; where sequences and heads fill the GPU none is cut.
+
+    `wide`: whether a CTA may take 128 columns. By default none does: that form of the scan has not run 50 times bitwise alike on a GPU.
     """
     chunks = max(1, -(-tokens // CHUNK))
     cut = sequences * value_heads * (value_dim // 64) < sms and chunks >= 2 * MIN_SEGMENT
     heads = max(1, value_heads * (1 if packed and cut else sequences))
     mean = max(1, chunks // max(1, sequences)) if packed and not cut else chunks
     candidates = [1, *range(2, min(MAX_SEGMENTS, chunks // MIN_SEGMENT) + 1)] if cut else [1]
-    tiles = (64, 128) if value_dim % 128 == 0 else (64,)
+    tiles = (64, 128) if value_dim % 128 == 0 and wide else (64,)
     options = ((s, tile) for s in candidates for tile in tiles)
     segments, tile = min(options, key=lambda x: _cost(heads, mean, key_dim, value_dim, x[1], x[0], sms, costs))
     length = -(-chunks // segments)

@@ -147,7 +147,7 @@ class KdaScan:
             g, h0, cu_seqlens, o, ht, scale, Int32(tiles),
         ).launch(
             grid=(sequences * heads * tiles, 1, 1), block=(THREADS, 1, 1), cluster=(self.cluster, 1, 1), stream=stream,
-            min_blocks_per_mp=1, use_pdl=True,
+            min_blocks_per_mp=1, use_pdl=False,
         )  # fmt: skip
 
     def tensor_copy(self, op, x, ctas=1):

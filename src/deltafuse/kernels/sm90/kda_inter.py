@@ -151,7 +151,7 @@ class KdaInter:
             block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=False,
         )  # fmt: skip
 
     def layout(self, kind):

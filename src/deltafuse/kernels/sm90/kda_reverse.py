@@ -148,7 +148,7 @@ class KdaReverse(KdaScan):
             cluster=(self.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=False,
         )  # fmt: skip
 
     def layouts(self):

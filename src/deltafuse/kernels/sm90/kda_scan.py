@@ -162,7 +162,7 @@ class KdaScan:
             cluster=(self.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=False,
         )  # fmt: skip
 
     def layouts(self):

@@ -59,7 +59,7 @@ class KdaApply:
         slots, heads, panels = wu.shape[0], wu.shape[1], wu.shape[2]
         by_panel, by_head, by_batch = (cute.fast_divmod_create_divisor_v2(x) for x in (panels, heads, v.shape[0]))
         self.kernel(factors, scores, v, cu_seqlens, wu, by_panel, by_head, by_batch).launch(
-            grid=(slots * heads * panels, 1, 1), block=(128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=(slots * heads * panels, 1, 1), block=(128, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=False
         )
 
     @cute.kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..problem import check_bounds
 from ..runtime.probe import environment
+
+Load = Callable[[str, Any, str], Callable[..., Any]]
+"""`runtime.cache.load`, or what stands in for it."""
+
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+INDEX_NAMES = {torch.int32: "int32", torch.int64: "int64"}
+"""Dtypes as kernels' configs name them."""
 
 
 def without_autocast(x: Tensor) -> torch.autocast:

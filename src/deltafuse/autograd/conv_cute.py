@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,15 +15,10 @@ from torch import Tensor
 
 from ..kernels.config import ConvBackwardConfig, ConvConfig, ConvUpdateConfig
 from ..runtime import cache
+from .common import DTYPE_NAMES, INDEX_NAMES, Load
 
-Load = Callable[[str, Any, str], Callable[..., Any]]
 FORWARD, BACKWARD, UPDATE = "warp.conv_forward", "warp.conv_backward", "warp.conv_update"
-WIDTHS = (2, 3, 4)
-TOKENS_LIMIT = 2**31 - 2**16
-"""Tokens of a call, or sequences of an update, that the kernels count in 32 bits."""
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 _THREADS = 128
 _COLUMNS = (128, 64, 32, 16, 8)
 
@@ -47,7 +42,7 @@ AUTO = Tuning()
 
 # ---- layouts -----------------------------------------------------------------------------------------------------------------------
 def _name(x: Tensor | None) -> str:
-    return "" if x is None else _NAMES[x.dtype]
+    return "" if x is None else DTYPE_NAMES[x.dtype]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -134,7 +129,7 @@ def forward_config(
     return ConvConfig(
         dtype=_name(x), width=width, weight_dtype=_name(weight), bias_dtype=_name(bias), residual_dtype=_name(residual),
         state_dtype=_name(initial_state), final=output_final_state, silu=silu,
-        cu_seqlens="" if cu_seqlens is None else _INTEGERS[cu_seqlens.dtype], vector=vector,
+        cu_seqlens="" if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype], vector=vector,
         columns=columns_of(channels, vector), rows=rows, batch=tuning.batch or rows // 2, blocks=tuning.blocks or 4,
     )  # fmt: skip
 
@@ -191,7 +186,7 @@ def backward_config(
     need_x, need_weight, need_bias, need_state = needs
     return ConvBackwardConfig(
         dtype=_name(x), width=width, weight_dtype=_name(weight), bias_dtype=_name(bias), state_dtype=_name(initial_state),
-        grad_state=grad_state, silu=silu, cu_seqlens="" if cu_seqlens is None else _INTEGERS[cu_seqlens.dtype], dx=need_x,
+        grad_state=grad_state, silu=silu, cu_seqlens="" if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype], dx=need_x,
         dweight=need_weight, dbias=need_bias and bias is not None, dstate=need_state and initial_state is not None, vector=vector,
         columns=columns_of(channels, vector), rows=rows, batch=tuning.batch or rows // 2, blocks=tuning.blocks or 4,
     )  # fmt: skip

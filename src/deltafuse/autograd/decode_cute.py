@@ -19,16 +19,13 @@ from ..problem import DeltaCall, DeltaProblem
 from ..reference.chunk import DeltaTensors
 from ..reference.options import DeltaOptions
 from ..runtime import cache
+from .common import DTYPE_NAMES, INDEX_NAMES, Load
 
-Load = Callable[[str, Any, str], Callable[..., Any]]
 KERNEL = "warp.delta_decode"
 COLUMNS = 16
 """V is a multiple of it: the columns of a narrow warp."""
 FEW = 2048
 """Up to so many warps of work every warp is a CTA of its own, so that they spread over all multiprocessors."""
-
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 
 
 def decode_config(
@@ -48,13 +45,14 @@ def decode_config(
     """
     work = t.sequences * t.v.shape[2] * (t.v.shape[3] // COLUMNS)
     config = DecodeConfig(
-        dtype=_NAMES[t.q.dtype], key_dim=t.q.shape[3], value_dim=t.v.shape[3], per_key=t.g.dim() == 4, gate=options.gate,
-        gate_dtype=_NAMES[t.g.dtype], beta_dtype=_NAMES[t.beta.dtype], beta_per_value=t.beta.dim() == 4,
+        dtype=DTYPE_NAMES[t.q.dtype], key_dim=t.q.shape[3], value_dim=t.v.shape[3], per_key=t.g.dim() == 4, gate=options.gate,
+        gate_dtype=DTYPE_NAMES[t.g.dtype], beta_dtype=DTYPE_NAMES[t.beta.dtype], beta_per_value=t.beta.dim() == 4,
         a_log=t.a_log is not None, dt_bias=t.dt_bias is not None, l2norm=options.l2norm, beta_sigmoid=options.beta_sigmoid,
-        state_dtype="" if state is None else _NAMES[state], final_dtype="float32" if final is None else _NAMES[final], store=store,
-        state_v_first=options.state_v_first, indices="" if indices is None else _INTEGERS[indices.dtype],
-        per_token=indices is not None and indices.dim() == 2, accepted="" if accepted is None else _INTEGERS[accepted.dtype],
-        cu_seqlens="" if t.cu_seqlens is None else _INTEGERS[t.cu_seqlens.dtype],
+        state_dtype="" if state is None else DTYPE_NAMES[state],
+        final_dtype="float32" if final is None else DTYPE_NAMES[final], store=store,
+        state_v_first=options.state_v_first, indices="" if indices is None else INDEX_NAMES[indices.dtype],
+        per_token=indices is not None and indices.dim() == 2, accepted="" if accepted is None else INDEX_NAMES[accepted.dtype],
+        cu_seqlens="" if t.cu_seqlens is None else INDEX_NAMES[t.cu_seqlens.dtype],
         single=t.q.shape[1] == 1 and t.cu_seqlens is None,
     )  # fmt: skip
     warps, columns = layout or _layout(config, work <= FEW)
@@ -92,12 +90,12 @@ def kernels_of(p: DeltaProblem) -> tuple[tuple[str, DecodeConfig], ...]:
         written = read
     else:
         written, store = (torch.float32, "last") if p.output_final_state else (None, "")
-    name: dict[Any, str] = {None: "", **_INTEGERS}
+    name: dict[Any, str] = {None: "", **INDEX_NAMES}
     config = DecodeConfig(
-        dtype=_NAMES[p.dtype], key_dim=p.key_dim, value_dim=p.value_dim, per_key=p.per_key, gate=p.gate,
-        gate_dtype=_NAMES[p.gate_dtype], beta_dtype=_NAMES[p.beta_dtype], beta_per_value=p.beta_per_value, a_log=p.has_a_log,
-        dt_bias=p.has_dt_bias, l2norm=p.l2norm, beta_sigmoid=p.beta_sigmoid, state_dtype="" if read is None else _NAMES[read],
-        final_dtype="float32" if written is None else _NAMES[written], store=store, state_v_first=p.state_v_first,
+        dtype=DTYPE_NAMES[p.dtype], key_dim=p.key_dim, value_dim=p.value_dim, per_key=p.per_key, gate=p.gate,
+        gate_dtype=DTYPE_NAMES[p.gate_dtype], beta_dtype=DTYPE_NAMES[p.beta_dtype], beta_per_value=p.beta_per_value, a_log=p.has_a_log,
+        dt_bias=p.has_dt_bias, l2norm=p.l2norm, beta_sigmoid=p.beta_sigmoid, state_dtype="" if read is None else DTYPE_NAMES[read],
+        final_dtype="float32" if written is None else DTYPE_NAMES[written], store=store, state_v_first=p.state_v_first,
         indices=name[p.index_dtype], per_token=p.slot_per_token, accepted=name[p.accepted_dtype], cu_seqlens=name[p.bounds_dtype],
         single=p.tokens == 1 and not p.packed,
     )  # fmt: skip
@@ -356,7 +354,7 @@ class LayerToken:
 def layer_unsupported(t: LayerToken, state: Tensor | None) -> str | None:
     """Why the layer's kernel cannot take a token; None where it can."""
     rows = (t.xq, t.xk, t.xv, t.f, t.beta, t.z)
-    if any(x.dtype != t.xq.dtype or x.dtype not in _NAMES for x in rows):
+    if any(x.dtype != t.xq.dtype or x.dtype not in DTYPE_NAMES for x in rows):
         return "the layer kernel takes projections in one dtype, bfloat16, float16 or float32"
     groups = {
         "caches": t.caches,
@@ -365,11 +363,11 @@ def layer_unsupported(t: LayerToken, state: Tensor | None) -> str | None:
         "state": () if state is None else (state,),
     }
     for name, group in groups.items():
-        if len({x.dtype for x in group}) > 1 or any(x.dtype not in _NAMES for x in group):
+        if len({x.dtype for x in group}) > 1 or any(x.dtype not in DTYPE_NAMES for x in group):
             return f"the layer kernel takes {name} in one dtype, bfloat16, float16 or float32"
     if t.biases and t.biases[0].dtype != t.weights[0].dtype:
         return "the layer kernel takes biases in the weights' dtype"
-    if t.norm is not None and t.norm.dtype not in _NAMES:
+    if t.norm is not None and t.norm.dtype not in DTYPE_NAMES:
         return "the layer kernel takes the norm's weight in bfloat16, float16 or float32"
     taps = t.weights[0].shape[1]
     if taps not in (2, 4) or any(x.stride(2) != 1 or x.stride(1) != taps or x.stride(0) % taps for x in t.caches):
@@ -387,11 +385,11 @@ def layer_unsupported(t: LayerToken, state: Tensor | None) -> str | None:
 
 def layer_config(t: LayerToken, options: DeltaOptions, state: Tensor | None, final: Tensor | None) -> LayerDecodeConfig:
     return LayerDecodeConfig(
-        dtype=_NAMES[t.xq.dtype], key_dim=t.key_dim, value_dim=t.value_dim, ratio=t.ratio, conv_size=t.weights[0].shape[1],
-        conv_bias=t.biases is not None, conv_dtype=_NAMES[t.weights[0].dtype], cache_dtype=_NAMES[t.caches[0].dtype],
-        norm_dtype="" if t.norm is None else _NAMES[t.norm.dtype], gate=options.gate, a_log=t.a_log is not None,
-        dt_bias=t.dt_bias is not None, state_dtype="" if state is None else _NAMES[state.dtype],
-        final_dtype="float32" if final is None else _NAMES[final.dtype], final=final is not None, state_v_first=options.state_v_first,
+        dtype=DTYPE_NAMES[t.xq.dtype], key_dim=t.key_dim, value_dim=t.value_dim, ratio=t.ratio, conv_size=t.weights[0].shape[1],
+        conv_bias=t.biases is not None, conv_dtype=DTYPE_NAMES[t.weights[0].dtype], cache_dtype=DTYPE_NAMES[t.caches[0].dtype],
+        norm_dtype="" if t.norm is None else DTYPE_NAMES[t.norm.dtype], gate=options.gate, a_log=t.a_log is not None,
+        dt_bias=t.dt_bias is not None, state_dtype="" if state is None else DTYPE_NAMES[state.dtype],
+        final_dtype="float32" if final is None else DTYPE_NAMES[final.dtype], final=final is not None, state_v_first=options.state_v_first,
     )  # fmt: skip
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ..kernels.config import CombineConfig, InterConfig, IntraConfig, PrepareConfig, ReverseConfig, ScanConfig
 from ..runtime import cache
+from .common import Load
 from .kda_cute import (
     KEY_DIMS,
     VALUE_DIMS,
     Flags,
     Kernels,
-    Load,
     aligned,
     padded,
     padded_state,

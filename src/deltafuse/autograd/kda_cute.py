@@ -9,7 +9,7 @@ its transition, `combine` every segment's initial state, and a second `scan` the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -22,11 +22,8 @@ from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig
 from ..kernels.schedule import Schedule, schedule
 from ..problem import DeltaProblem
 from ..runtime import cache
+from .common import DTYPE_NAMES, INDEX_NAMES, Load
 from .scan import scan_slots, slot_kernels
-
-Load = Callable[[str, Any, str], Callable[..., Any]]
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 
 
 @lru_cache(maxsize=4096)
@@ -101,10 +98,10 @@ def plan_kernels(
     plan: Schedule | None = None,
 ) -> Kernels:
     """The kernels of a call of these sizes, `key_dim` and `value_dim` as padded."""
-    io, bounds = _NAMES[dtype], "" if cu_seqlens is None else _INTEGERS[cu_seqlens]
+    io, bounds = DTYPE_NAMES[dtype], "" if cu_seqlens is None else INDEX_NAMES[cu_seqlens]
     prepare = PrepareConfig(
-        dtype=io, key_dim=key_dim, gate=flags.gate, gate_dtype=_NAMES.get(gate_dtype, "float32"),
-        beta_dtype=_NAMES.get(beta_dtype, "float32"), a_log=a_log, dt_bias=dt_bias, l2norm=flags.l2norm,
+        dtype=io, key_dim=key_dim, gate=flags.gate, gate_dtype=DTYPE_NAMES.get(gate_dtype, "float32"),
+        beta_dtype=DTYPE_NAMES.get(beta_dtype, "float32"), a_log=a_log, dt_bias=dt_bias, l2norm=flags.l2norm,
         beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds,
     )  # fmt: skip
     plan = plan or schedule(sequences, tokens, value_heads, key_dim, value_dim, sms, packed=cu_seqlens is not None)
@@ -253,9 +250,9 @@ def forward(
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    if g.dtype not in _NAMES:
+    if g.dtype not in DTYPE_NAMES:
         g = g.float()
-    if beta.dtype not in _NAMES:
+    if beta.dtype not in DTYPE_NAMES:
         beta = beta.float()
     q, k, g, v = widened(q, key_dim), widened(k, key_dim), widened(g, key_dim), widened(v, value_dim)
     count = slots(batch, tokens, sequences, cu_seqlens is not None)

@@ -3,9 +3,6 @@ and state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,14 +11,11 @@ from ..kernels.sm100.plan import choose
 from ..problem import fail
 from ..runtime import cache
 from ..runtime.probe import environment
-from .common import check_once
-
-Load = Callable[[str, Any, str], Callable[..., Any]]
+from .common import INDEX_NAMES, Load, check_once
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Compute capabilities that the scan is made for, and the DSL's names of them."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 
 
 def scan_forward(
@@ -101,7 +95,7 @@ def check_scan(
             fail(name, str(x.dtype), f"qg's {qg.dtype}")
     sequences = batch
     if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in _INTEGERS:
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in INDEX_NAMES:
             fail("cu_seqlens", f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}", "[N + 1], torch.int32 or torch.int64")
         if batch != 1:
             fail("qg", f"B = {batch}", "B = 1 with cu_seqlens")
@@ -153,7 +147,7 @@ def scan_tokens(
         tile, cluster = choose(sequences * heads, value_dim, sms)
         config = BlackwellScanConfig(
             _NAMES[qg.dtype], key_dim, tile, cluster, "tokens", "all" if every else "last", zeroed, state_v_first, h0 is not None, final,
-            "" if cu_seqlens is None else _INTEGERS[cu_seqlens.dtype],
+            "" if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype],
         )  # fmt: skip
         if not every:
             g = g.reshape(-1, heads, key_dim)
@@ -215,7 +209,7 @@ def scan_slots(
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     o, ht = _outputs(v, tuple(v.shape[:3]), sequences, key_dim, value_dim, h0, final, state_v_first)
     if o.numel() and sequences:
-        bounds = "" if cu_seqlens is None else _INTEGERS[cu_seqlens.dtype]
+        bounds = "" if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype]
         cu_seqlens, v = _bounds(cu_seqlens), _aligned(v)
         wu = v.new_empty((slots, heads, keys + value_dim // 64, 64, 64))
         apply, config = slot_kernels(

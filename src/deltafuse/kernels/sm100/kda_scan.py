@@ -65,11 +65,12 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
+from ...tile.arguments import DTYPES
 from ...tile.bulk import bulk_load
 from ...tile.matrices import load_transposed, store_transposed
 from ...tile.panel import BYTES as PANEL_BYTES
@@ -86,8 +87,6 @@ SHIFT = CHUNK.bit_length() - 1
 REGISTERS = {"fetch": 96, "recurrence": 240}
 """A thread of these warpgroups; the epilogue keeps the 168 that every thread starts with, which makes 504 together."""
 O_BARRIER = 1
-
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "int32": Int32, "int64": Int64}
 
 
 class KdaScan:

@@ -50,12 +50,13 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from ...tile.arguments import DTYPES, row_major
 from ...tile.bulk import bulk_load
 from ...tile.fragments import linear, pack2
 from ...tile.lanes import reduce_scatter, sum_lanes
@@ -69,7 +70,6 @@ SHARED_MEMORY = 227 * 1024
 PANEL = 64 * 64
 """Elements of a panel."""
 
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "int32": Int32, "int64": Int64}
 QG, KD, KG = 0, 1, 2
 """Order of dfactors; the factors themselves are kd, qg, kg."""
 HEADS = 2
@@ -666,34 +666,23 @@ def compile(config: InterConfig, **tuning):
     dt, K = kernel.dtype, config.key_dim
     slots, heads, batch, tokens, value_dim = (cute.sym_int() for _ in range(5))
 
-    def tensor(dtype, shape, static=()):
-        """Row-major with a contiguous last dimension; the strides named in `static` follow from the shape."""
-        width = 16 * 8 // dtype.width
-        strides = [cute.sym_int64(divisibility=width) for _ in shape[:-1]] + [1]
-        size = 1
-        for i in reversed(range(len(shape))):
-            if i in static:
-                strides[i] = size
-            size = size * shape[i] if isinstance(shape[i], int) and isinstance(size, int) else None
-        return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=16)
-
-    values = tensor(dt, (batch, tokens, heads, value_dim))
+    values = row_major(dt, (batch, tokens, heads, value_dim))
     return cute.compile(
         kernel,
-        tensor(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
-        tensor(dt, (slots, heads, 3, 64, 64), (1, 2, 3)),
-        tensor(Float32, (slots, heads, K), (1,)),
-        tensor(Float32, (slots, heads, 64), (1,)),
-        tensor(dt, (slots, heads, value_dim, K), (2,)),
-        tensor(dt, (slots, heads, value_dim, K), (2,)),
+        row_major(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
+        row_major(dt, (slots, heads, 3, 64, 64), (1, 2, 3)),
+        row_major(Float32, (slots, heads, K), (1,)),
+        row_major(Float32, (slots, heads, 64), (1,)),
+        row_major(dt, (slots, heads, value_dim, K), (2,)),
+        row_major(dt, (slots, heads, value_dim, K), (2,)),
         values,
-        tensor(dt, (batch, tokens, heads, value_dim)),
-        tensor(dt, (slots, heads, 64, value_dim)),
+        row_major(dt, (batch, tokens, heads, value_dim)),
+        row_major(dt, (slots, heads, 64, value_dim)),
         make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
-        tensor(dt, (slots, heads, 3, 64, K), (1, 2, 3)),
-        tensor(dt, (slots, heads, 2, 64, 64), (1, 2, 3)),
-        tensor(Float32, (slots, heads, 64, K), (1, 2)),
-        tensor(Float32, (slots, heads, 64), (1,)),
+        row_major(dt, (slots, heads, 3, 64, K), (1, 2, 3)),
+        row_major(dt, (slots, heads, 2, 64, 64), (1, 2, 3)),
+        row_major(Float32, (slots, heads, 64, K), (1, 2)),
+        row_major(Float32, (slots, heads, 64), (1,)),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

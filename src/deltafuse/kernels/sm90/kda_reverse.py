@@ -58,12 +58,13 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from ...tile.arguments import DTYPES, row_major
 from ...tile.bulk import bulk_load
 from ...tile.fragments import keep_columns, round_to, words
 from ...tile.state import part_of, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ReverseConfig
-from .kda_scan import DTYPES, PANEL, SHARED_MEMORY, KdaScan
+from .kda_scan import PANEL, SHARED_MEMORY, KdaScan
 
 
 class KdaReverse(KdaScan):
@@ -601,36 +602,25 @@ def compile(config: ReverseConfig, **tuning):
     dt, K = kernel.dtype, config.key_dim
     slots, heads, batch, tokens, value_dim, units = (cute.sym_int() for _ in range(6))
 
-    def tensor(dtype, shape, static=()):
-        """Row-major with a contiguous last dimension; the strides named in `static` follow from the shape."""
-        width = 16 * 8 // dtype.width
-        strides = [cute.sym_int64(divisibility=width) for _ in shape[:-1]] + [1]
-        size = 1
-        for i in reversed(range(len(shape))):
-            if i in static:
-                strides[i] = size
-            size = size * shape[i] if isinstance(shape[i], int) and isinstance(size, int) else None
-        return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=16)
-
     def state(columns):
-        return tensor(Float32, (units, heads, columns, K) if config.state_v_first else (units, heads, K, columns))
+        return row_major(Float32, (units, heads, columns, K) if config.state_v_first else (units, heads, K, columns))
 
     def by_token():
-        return tensor(dt, (batch, tokens, heads, value_dim))
+        return row_major(dt, (batch, tokens, heads, value_dim))
 
     columns = K if config.transition else value_dim
     return cute.compile(
         kernel,
-        tensor(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
-        tensor(dt, (slots, heads, 3, 64, 64), (1, 2, 3)),
-        tensor(Float32, (slots, heads, K), (1,)),
-        tensor(Float32, (slots, heads, CHUNK), (1,)),
+        row_major(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
+        row_major(dt, (slots, heads, 3, 64, 64), (1, 2, 3)),
+        row_major(Float32, (slots, heads, K), (1,)),
+        row_major(Float32, (slots, heads, CHUNK), (1,)),
         None if config.transition else by_token(),
         state(columns) if config.initial else None,
         make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
-        tensor(dt, (slots, heads, CHUNK, value_dim)) if config.readout else None,
+        row_major(dt, (slots, heads, CHUNK, value_dim)) if config.readout else None,
         by_token() if config.readout else None,
-        tensor(dt, (slots, heads, value_dim, K)) if config.readout else None,
+        row_major(dt, (slots, heads, value_dim, K)) if config.readout else None,
         state(columns) if config.final or config.transition else None,
         Int32(1),
         Int32(1),

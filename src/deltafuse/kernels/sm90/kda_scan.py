@@ -57,12 +57,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from ...tile.arguments import DTYPES, row_major
 from ...tile.bulk import bulk_load
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.state import part_of, set_identity, transposed
@@ -72,8 +73,6 @@ from ..config import CHUNK, ScanConfig
 SHARED_MEMORY = 227 * 1024
 PANEL = 64 * 64
 """Elements of a panel: 64 rows of 64 columns."""
-
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "int32": Int32, "int64": Int64}
 
 
 class KdaScan:
@@ -667,30 +666,19 @@ def compile(config: ScanConfig, **tuning):
     dt, K = kernel.dtype, config.key_dim
     slots, heads, batch, tokens, value_dim, units = (cute.sym_int() for _ in range(6))
 
-    def tensor(dtype, shape, static=()):
-        """Row-major with a contiguous last dimension; the strides named in `static` follow from the shape."""
-        width = 16 * 8 // dtype.width
-        strides = [cute.sym_int64(divisibility=width) for _ in shape[:-1]] + [1]
-        size = 1
-        for i in reversed(range(len(shape))):
-            if i in static:
-                strides[i] = size
-            size = size * shape[i] if isinstance(shape[i], int) and isinstance(size, int) else None
-        return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=16)
-
     def state(dtype, n, columns):
-        return tensor(dtype, (n, heads, columns, K) if config.state_v_first else (n, heads, K, columns))
+        return row_major(dtype, (n, heads, columns, K) if config.state_v_first else (n, heads, K, columns))
 
     columns = K if config.transition else value_dim
     return cute.compile(
         kernel,
-        tensor(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
-        tensor(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
-        tensor(Float32, (slots, heads, K), (1,)),
-        None if config.transition else tensor(dt, (batch, tokens, heads, value_dim)),
+        row_major(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
+        row_major(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
+        row_major(Float32, (slots, heads, K), (1,)),
+        None if config.transition else row_major(dt, (batch, tokens, heads, value_dim)),
         state(Float32, units, columns) if config.initial else None,
         make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
-        tensor(dt, (batch, tokens, heads, value_dim)) if config.readout else None,
+        row_major(dt, (batch, tokens, heads, value_dim)) if config.readout else None,
         state(Float32, units, columns) if config.final or config.transition else None,
         state(dt, slots, columns) if config.states else None,
         Int32(1),

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
+from ...tile.arguments import DTYPES
 from ...tile.bulk import bulk_load
 from ...tile.matrices import load, load_transposed, store
 from ...tile.mma import mma_16bit
@@ -34,7 +35,6 @@ from ...tile.sequence import chunk_of_slot
 from ..config import CHUNK, ApplyConfig
 
 PANEL = 64 * 64
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "int32": Int32, "int64": Int64}
 
 
 class KdaApply:

@@ -64,6 +64,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from ...tile import blocks, panel
+from ...tile.arguments import DTYPES
 from ...tile.fetch import copy_async, prefetch, wait_copies
 from ...tile.gate import sigmoid
 from ...tile.gate_gradient import sigmoid_slope
@@ -94,7 +95,6 @@ from .kda_intra_gate import (
     AFTER,
     BEFORE,
     COLUMN,
-    DTYPES,
     LAST,
     LATER,
     LINK,

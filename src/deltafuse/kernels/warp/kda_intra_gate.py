@@ -11,9 +11,10 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from ...tile import panel
+from ...tile.arguments import DTYPES
 from ...tile.gate import Gate
 from ...tile.gate_gradient import GateGradient
 from ...tile.lanes import sum_lanes
@@ -34,7 +35,6 @@ from ...tile.ptx import (
 )
 from ..config import CHUNK, IntraConfig
 
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
 SHIFT = 60
 LOWEST, HIGHEST = -120.0, 30.0
 """Of H, for blocks that fit."""

@@ -62,6 +62,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
+from ...tile.arguments import DTYPES
 from ...tile.fetch import copy_async, wait_copies
 from ...tile.gate import Gate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
@@ -93,7 +94,6 @@ from ...tile.sequence import chunk_of_slot
 from ..config import CHUNK, PrepareConfig
 from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
 
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
 MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}

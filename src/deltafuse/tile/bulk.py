@@ -1,4 +1,4 @@
-"""Contiguous pieces of global memory to shared memory by bulk copies, which need no tensor map."""
+"""Copies into shared memory: contiguous pieces of global memory without a tensor map, and what has to come before one may overwrite."""
 
 # mypy: ignore-errors
 
@@ -8,6 +8,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, const_expr
 from cutlass.cute.nvgpu import cpasync
+
+
+def reads_done():
+    """This thread has read what it has asked shared memory for; then it may say so to a copy that overwrites it.
+
+    An arrival at an mbarrier does not wait for loads: it overtakes those that queue behind others, such as a first state's from global
+    memory, and the copy that it lets go can be faster than they are. A load whose value has been used needs none of this.
+    """
+    cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit

@@ -57,7 +57,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ...tile.arguments import DTYPES, row_major
-from ...tile.bulk import bulk_load
+from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import linear, pack2
 from ...tile.lanes import reduce_scatter, sum_lanes
 from ...tile.panel import BYTES, vector_offset
@@ -479,6 +479,8 @@ class KdaInter:
         warpgroup.commit_group()
         self.sum_states(s, r, at)
         warpgroup.wait_group(0)
+        reads_done()
+        cute.arch.sync_warp()
         if r.lane == 0:
             cute.arch.mbarrier_arrive(s.barrier + self.left + stage)
 

@@ -59,7 +59,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ...tile.arguments import DTYPES, row_major
-from ...tile.bulk import bulk_load
+from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, words
 from ...tile.state import part_of, transposed
 from ...tile.wgmma import product
@@ -427,9 +427,6 @@ class KdaReverse(KdaScan):
                     values.consumer_wait(v_now)
                     v_slot = v_now.index * self.groups + group
                 cute.copy(r.load, r.do_at[None, None, None, v_slot], r.fNext_matrices)
-                if i + 1 < chunks:
-                    values.consumer_release(v_now)
-                v_now.advance()
             # dS = diag(decay) dS+ + qg^T do, the second term's other half after the next product
             self.scale_state(r)
             late.consumer_wait(now)
@@ -439,6 +436,11 @@ class KdaReverse(KdaScan):
                 product(mma.columns, r.S_panel[0], r.fDo, qg[0], 0, 4, False)
                 warpgroup.commit_group()
             warpgroup.wait_group(int(values_in))
+            reads_done()
+            if const_expr(values_in):
+                if i + 1 < chunks:
+                    values.consumer_release(v_now)
+                v_now.advance()
             early.consumer_release(now)
 
             # y = M^T dv'
@@ -511,6 +513,7 @@ class KdaReverse(KdaScan):
         if const_expr(not self.config.transition):
             values.consumer_wait(v_now)
             cute.copy(r.load, r.do_at[None, None, None, v_now.index * self.groups + group], r.fDo_matrices)
+            reads_done()
             values.consumer_release(v_now)
             if const_expr(self.config.cu_seqlens != ""):
                 keep_columns(r.fDo, at.last_rows, r.tid)

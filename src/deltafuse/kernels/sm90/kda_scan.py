@@ -64,7 +64,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ...tile.arguments import DTYPES, row_major
-from ...tile.bulk import bulk_load
+from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
@@ -471,6 +471,7 @@ class KdaScan:
             if chunks > 0:
                 values.consumer_wait(v_now)
                 cute.copy(r.load, r.v_at[None, None, None, v_now.index * self.groups + group], r.fU_matrices)
+                reads_done()
                 values.consumer_release(v_now)
                 if const_expr(config.cu_seqlens != ""):
                     if chunks == 1:
@@ -524,11 +525,14 @@ class KdaScan:
                 if c + 1 == chunks:
                     v_slot = group
                 cute.copy(r.load, r.v_at[None, None, None, v_slot], r.fU_matrices)
+            # S <- diag(decay) S
+            self.scale_state(r)
+            if const_expr(values_in):
+                # The fence is one for the thread's writes too, which the copies out read.
+                reads_done()
                 if c + 1 < chunks:
                     values.consumer_release(v_now)
                 v_now.advance()
-            # S <- diag(decay) S
-            self.scale_state(r)
             if const_expr(config.readout or config.states):
                 self.copy_out(r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, at.slot, group)
             warpgroup.wait_group(int(config.readout))
@@ -610,8 +614,7 @@ class KdaScan:
 
     @cute.jit
     def copy_out(self, r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, first_slot, group):
-        """Start the copies of the last chunk's o and of this chunk's first state, once all warps have written them."""
-        cute.arch.fence_proxy("async.shared", space="cta")
+        """Start the copies of the last chunk's o and of this chunk's first state, once all warps have written and fenced them."""
         if const_expr(self.o_stages > 1 and not self.config.states):
             # The slot that the next chunk writes was read by the last chunk's copy.
             if leader:

@@ -10,12 +10,11 @@ so that the initial state of every segment follows from the first one, serially 
 
 The backward pass has the same of the states' gradients, from the last segment to the first (`reverse`).
 
-Roles: one CTA of K / 32 warps for a sequence, value head and 16 columns of V. It keeps S^T [16, K] in shared memory; warp j computes the
-32 columns k = 32j .. 32j+31 of the next S^T by `mma.m16n8k8` with tf32 operands, each split in two so that products are those of fp32
+Roles: one CTA of K / 16 warps for a sequence, value head and 16 columns of V. It keeps S^T [16, K] in shared memory; warp j computes the
+16 columns k = 16j .. 16j+15 of the next S^T by `mma.m16n8k8` with tf32 operands, each split in two so that products are those of fp32
 numbers to 2^-21: x = hi + lo, x y = hi hi + hi lo + lo hi.
 
-Timeline of a segment: T_s into registers (issued before the barrier that completes S) | products | S^T into shared memory, F_s added |
-barrier.
+Timeline of a segment: S^T out and into shared memory | T_{s+1}, F_{s+1} on their way to registers; products of S^T and T_s, from F_s on |
 
 Layouts: `ends` F^T [N * segments, HV, V, K] and `transitions` T^T [N * segments, HV, K (in), K (out)], as the scan writes them with
 `state_v_first`; h0, starts and ht in the caller's layout.
@@ -52,7 +51,7 @@ class KdaCombine:
     def __init__(self, config: CombineConfig) -> None:
         self.config = config
         self.key_dim = config.key_dim
-        self.threads = config.key_dim
+        self.threads = 2 * config.key_dim
         # Rows of S^T in shared memory are 4 floats apart modulo the 32 banks: a warp's A fragments touch every bank once.
         self.row = config.key_dim + 4
 
@@ -95,39 +94,48 @@ class KdaCombine:
         smem = cutlass.memory.SmemAllocator()
         sS = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, K), stride=(self.row, 1)), 16)
         lane = tid % 32
-        k0 = tid // 32 * 32
         g, t = lane // 4, lane % 4
+        k0 = tid // 32 * 16
 
-        # This lane's part of S^T: rows v = g, g + 8; columns k0 + 8t .. + 7.
-        rS = cute.make_rmem_tensor((2, 8), Float32)
+        # This lane's part of S^T: rows v = g, g + 8; columns k0 + 4t .. + 3.
+        rS = cute.make_rmem_tensor((2, 4), Float32)
         if const_expr(mH is not None):
-            self.read_state(rS, mH, sequence, head, v0 + g, k0 + 8 * t)
+            self.read_state(rS, mH, sequence, head, v0 + g, k0 + 4 * t)
         else:
             rS.fill(0.0)
-        rT = cute.make_rmem_tensor((4, 2, K // 8), Float32)
+        rT, rNextT = (cute.make_rmem_tensor((2, 2, K // 8), Float32) for _ in range(2))
+        rF, rNextF = (cute.make_rmem_tensor((2, 4), Float32) for _ in range(2))
+        first = self.unit(sequence, segments, Int32(0))
+        self.load_transition(rT, mT, first, head, k0 + 2 * g, t)
+        self.load_end(rF, mF, first, head, v0 + g, k0 + 4 * t)
         for s in cutlass.range(segments, unroll=1):
-            unit = sequence * segments + s
-            if const_expr(self.config.reverse):
-                unit = sequence * segments + segments - 1 - s
-            self.write_state(rS, mStarts, unit, head, v0 + g, k0 + 8 * t)
-            last = s + 1 == segments
-            wanted = const_expr(mHt is not None) or not last
-            if wanted:
-                self.load_transition(rT, mT, unit, head, k0 + 4 * g, t)
-                self.share_state(rS, sS, g, k0 + 8 * t)
-                cute.arch.sync_threads()
-                # S_{s+1} = T_s S_s + F_s
-                self.read_end(rS, mF, unit, head, v0 + g, k0 + 8 * t)
-                self.products(rS, rT, sS, g, t)
-                cute.arch.sync_threads()
+            self.write_state(rS, mStarts, self.unit(sequence, segments, s), head, v0 + g, k0 + 4 * t)
+            self.share_state(rS, sS, g, k0 + 4 * t)
+            cute.arch.sync_threads()
+            following = self.unit(sequence, segments, cutlass.min(s + 1, segments - 1))
+            self.load_transition(rNextT, mT, following, head, k0 + 2 * g, t)
+            self.load_end(rNextF, mF, following, head, v0 + g, k0 + 4 * t)
+            # S_{s+1} = T_s S_s + F_s
+            self.products(rF, rT, sS, g, t)
+            rS.store(rF.load())
+            rT.store(rNextT.load())
+            rF.store(rNextF.load())
+            cute.arch.sync_threads()
         if const_expr(mHt is not None):
-            self.write_state(rS, mHt, sequence, head, v0 + g, k0 + 8 * t)
+            self.write_state(rS, mHt, sequence, head, v0 + g, k0 + 4 * t)
+
+    @cute.jit
+    def unit(self, sequence, segments, s):
+        """Where the s-th segment to be combined lies among all."""
+        if const_expr(self.config.reverse):
+            return sequence * segments + segments - 1 - s
+        return sequence * segments + s
 
     @cute.jit
     def read_state(self, rS, mS, n, head, v, k):
         """S of the caller's layout into registers."""
         for i in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(8):
+            for j in cutlass.range_constexpr(4):
                 if const_expr(self.config.state_v_first):
                     rS[i, j] = mS[n, head, v + 8 * i, k + j]
                 else:
@@ -137,39 +145,38 @@ class KdaCombine:
     def write_state(self, rS, mS, n, head, v, k):
         """S into a tensor of the caller's layout."""
         for i in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(8):
+            for j in cutlass.range_constexpr(4):
                 if const_expr(self.config.state_v_first):
                     mS[n, head, v + 8 * i, k + j] = rS[i, j]
                 else:
                     mS[n, head, k + j, v + 8 * i] = rS[i, j]
 
     @cute.jit
-    def read_end(self, rS, mF, unit, head, v, k):
+    def load_end(self, rF, mF, unit, head, v, k):
         """F_s, from which the products' sums start."""
         for i in cutlass.range_constexpr(2):
-            row = mF[unit, head, v + 8 * i, None]
-            for j in cutlass.range_constexpr(2):
-                part = cute.local_tile(row, (4,), (k // 4 + j,)).load()
-                for x in cutlass.range_constexpr(4):
-                    rS[i, 4 * j + x] = part[x]
+            part = cute.local_tile(mF[unit, head, v + 8 * i, None], (4,), (k // 4,)).load()
+            for j in cutlass.range_constexpr(4):
+                rF[i, j] = part[j]
 
     @cute.jit
     def load_transition(self, rT, mT, unit, head, k, t):
-        """B fragments of T_s^T [k_in, k_out]: rows t and t + 4 of every 8, columns k .. k + 3 (one a tile of the products)."""
+        """B fragments of T_s^T [k_in, k_out]: rows t and t + 4 of every 8, columns k and k + 1 (one a tile of the products)."""
         for step in cutlass.range_constexpr(self.key_dim // 8):
             for i in cutlass.range_constexpr(2):
-                part = cute.local_tile(mT[unit, head, step * 8 + 4 * i + t, None], (4,), (k // 4,))
+                part = cute.local_tile(mT[unit, head, step * 8 + 4 * i + t, None], (2,), (k // 2,))
                 cute.autovec_copy(part, rT[None, i, step])
 
     @cute.jit
     def share_state(self, rS, sS, g, k):
+        """This lane's part of S^T to shared memory."""
         for i in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(8):
+            for j in cutlass.range_constexpr(4):
                 sS[g + 8 * i, k + j] = rS[i, j]
 
     @cute.jit
     def products(self, rS, rT, sS, g, t):
-        """S^T <- S^T T^T + F^T, in fp32 by split operands. Column n of tile j is k0 + 4n + j: a lane's four tiles are one vector of T."""
+        """S^T T_s^T added to rS, in fp32 by split operands. Column n of tile j is k0 + 2n + j: a lane's two tiles are one vector of T."""
         for step in cutlass.range_constexpr(self.key_dim // 8):
             hi, lo = [], []
             for col in cutlass.range_constexpr(2):
@@ -177,14 +184,14 @@ class KdaCombine:
                     a, b = split_tf32(sS[g + 8 * row, step * 8 + 4 * col + t])
                     hi.append(a)
                     lo.append(b)
-            for j in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(2):
                 b0, c0 = split_tf32(rT[j, 0, step])
                 b1, c1 = split_tf32(rT[j, 1, step])
-                acc = (rS[0, j], rS[0, 4 + j], rS[1, j], rS[1, 4 + j])
+                acc = (rS[0, j], rS[0, 2 + j], rS[1, j], rS[1, 2 + j])
                 acc = mma_tf32(lo, (b0, b1), acc)
                 acc = mma_tf32(hi, (c0, c1), acc)
                 acc = mma_tf32(hi, (b0, b1), acc)
-                rS[0, j], rS[0, 4 + j], rS[1, j], rS[1, 4 + j] = acc
+                rS[0, j], rS[0, 2 + j], rS[1, j], rS[1, 2 + j] = acc
 
 
 def compile(config: CombineConfig):

@@ -8,6 +8,7 @@
 Gates come in two kinds. "forgetting": bounded below by -5, random raw gates, about -2.5 a token. "remembering": softplus with the
 initialisation of fla's layer, as trained models have in many channels. Each row says how
 many times as long fla takes, and what share of its time the call's bytes alone take at the bandwidth of a large copy on the same card.
+Peaks of memory (arguments, results and a 0.25 GiB buffer that empties the cache included) stand in the order of the backends.
 Rows are appended to bench/results/kda_gpu.csv.
 """
 
@@ -162,15 +163,18 @@ def main() -> int:
     about = about_run(CUDA)
     missed = 0
     for row in rows:
-        found = {}
+        found, peaks = {}, {}
         for backend in options.backends.split(","):
+            torch.cuda.reset_peak_memory_stats()
             result = found[backend] = measure(job(row, phase, backend), options.reps)
-            line = about | {"peer": "fla", **asdict(result), "gates": row.gates}
+            peaks[backend] = torch.cuda.max_memory_allocated() / 2**30
+            line = about | {"peer": "fla", **asdict(result), "gates": row.gates, "peak_gib": round(peaks[backend], 3)}
             share = None if result.gb_per_second is None else result.gb_per_second / bandwidth
             append_csv(options.csv, [line | {"floor_share": share, "ratio": _ratio(found), "wanted": row.wanted}])
         ratio = _ratio(found)
         missed += ratio is not None and ratio < row.wanted
-        print(f"{row.title:32} {_line(row, found, bandwidth)}", flush=True)
+        memory = ", ".join(f"{x:.2f}" for x in peaks.values())
+        print(f"{row.title:32} {_line(row, found, bandwidth)}  peak GiB {memory}", flush=True)
         torch.cuda.empty_cache()
     return 1 if missed else 0
 

@@ -23,6 +23,7 @@ from .errors import (
     WgmmaFault,
 )
 from .launch import Launched, Options, emulate, run, run_ptx
+from .maps import im2col_map, tiled_map
 
 __all__ = [
     "BarrierFault",
@@ -37,7 +38,9 @@ __all__ = [
     "Unsupported",
     "WgmmaFault",
     "emulate",
+    "im2col_map",
     "run",
     "run_ptx",
     "setup",
+    "tiled_map",
 ]

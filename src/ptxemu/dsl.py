@@ -41,7 +41,8 @@ def _launched(name: bytes, grid: Any, block: Any, cluster: Any, shared: int, arg
 
 
 @cache
-def _shim() -> Path:
+def shim() -> Path:
+    """The library of shim.c."""
     return compile_c("shim", [Path(__file__).parent / "shim.c"])
 
 
@@ -61,14 +62,14 @@ def setup(arch: str) -> None:
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None:
         raise EmulatorError("the CuTe DSL is not installed: pip install 'deltafuse[emulator]'")
-    shim = _shim()
+    library_path = shim()
     folder = os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp(prefix="ptxemu-"))
     roots = [str(p) for p in spec.submodule_search_locations or ()]
     own = [x for r in roots for x in sorted(glob.glob(os.path.join(r, "cu*", "lib", "libcute_dsl_runtime.so")))]
     os.environ.update(
-        CUTE_DSL_KEEP="ptx", CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_LIBS=os.pathsep.join([str(shim), *own[-1:]]),
+        CUTE_DSL_KEEP="ptx", CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_LIBS=os.pathsep.join([str(library_path), *own[-1:]]),
     )  # fmt: skip
-    library = ctypes.CDLL(str(shim))
+    library = ctypes.CDLL(str(library_path))
     hook = _ON_LAUNCH(_launched)
     library.ptxemu_set_launch(hook)
     _state.update(library=library, hook=hook, folder=folder)

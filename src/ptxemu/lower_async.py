@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .lower import SINK, Lowering, lowers
+from .lower_common import requires
 from .lower_flow import SCOPES, known
 from .lower_memory import HINTS, OPERATIONS, reduction, type_of
 from .ptx import Imm, Instr, Mem, Operand, Reg, Vec
@@ -118,53 +121,104 @@ def _bulk(low: Lowering, ins: Instr) -> None:
     )
 
 
+MODES = ("tile", "tile::gather4", "im2col", "im2col::w", "im2col::w::128")
+"""How copies walk through a tensor, numbered as in memory.h."""
+_SPELLINGS = {"tile::scatter4": "tile::gather4", "im2col_no_offs": "im2col"}
+"""Modes of stores."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What all instructions on tensors say: the map, where in the tensor, how. `imm`: mode and number of coordinates for tma.c."""
+
+    at: int
+    off: int
+    coordinates: list[int]
+    imm: int
+
+
+def _mode(low: Lowering, ins: Instr, kind: str) -> str:
+    """The mode among an instruction's modifiers, as `MODES` names it. kind: "load", "store" or "prefetch"."""
+    allowed = ("tile", *_SPELLINGS) if kind == "store" else MODES
+    if "reduce" in ins.parts:
+        allowed = ("tile", "im2col_no_offs")
+    given = [p for p in ins.parts if p.startswith(("tile", "im2col"))] or ["tile"]
+    if len(given) > 1 or given[0] not in allowed:
+        raise low.unsupported(f"mode .{given[-1]} of a {kind}")
+    mode = given[0]
+    if mode not in ("tile", "im2col", "im2col_no_offs"):
+        requires(low, 100, f".{mode}")
+    return _SPELLINGS.get(mode, mode)
+
+
+def _tensor_operand(low: Lowering, a: Operand, rank: int, mode: str) -> _Tensor:
+    """A tensor map and coordinates, `[map, {c0, ...}]`."""
+    if mode == "tile::gather4" and rank != 2:
+        raise low.unsupported("four rows of a tensor that is not .2d")
+    if mode.startswith("im2col") and rank < 3:
+        raise low.unsupported(f".{mode} of fewer than 3 dimensions")
+    count = 5 if mode == "tile::gather4" else rank
+    if not isinstance(a, Mem) or len(a.rest) != 1 or not isinstance(a.rest[0], Vec) or len(a.rest[0].items) != count:
+        raise low.unsupported(f"{count} coordinates are due")
+    at, off, wide = low.address(Mem(a.base, a.off), "global")
+    if not wide:
+        raise low.unsupported("a 32-bit address of a tensor map")
+    imm = MODES.index(mode) << 8 | count << 12
+    return _Tensor(at, off, [low.operand(x, "s32") for x in a.rest[0].items], imm)
+
+
+def _info(low: Lowering, args: list[Operand], rank: int, mode: str) -> list[int]:
+    """Takes the offsets of im2col (or wHalo and wOffset) from the front of the remaining operands."""
+    if not mode.startswith("im2col"):
+        return []
+    count = rank - 2 if mode == "im2col" else 2
+    if not args or not isinstance(args[0], Vec) or len(args[0].items) != count:
+        raise low.unsupported(f".{mode} takes {'offsets' if mode == 'im2col' else 'wHalo and wOffset'}, {count} in braces")
+    return [low.operand(x, "u16") for x in args.pop(0).items]
+
+
 def _tensor(low: Lowering, ins: Instr) -> None:
-    for part in ins.parts:
-        if part.startswith(("im2col", "tile::")):
-            raise low.unsupported(f"load mode .{part}")
     mods = known(
-        low, ins, "async", "bulk", "tensor", "reduce", "prefetch", "L2", "shared::cluster", "shared::cta", "global", "tile",
-        COMPLETE, "bulk_group", "multicast::cluster", "cta_group::1", "cta_group::2", *OPERATIONS[:8],
+        low, ins, "async", "bulk", "tensor", "reduce", "prefetch", "L2", "shared::cluster", "shared::cta", "global",
+        COMPLETE, "bulk_group", "multicast::cluster", "cta_group::1", "cta_group::2", *OPERATIONS[:8], *MODES, *_SPELLINGS,
         sets=(DIMENSIONS, {"L2::cache_hint"}),
     )  # fmt: skip
     args = list(ins.args)
     if "L2::cache_hint" in mods:
         args.pop()
     rank = next(int(p[0]) for p in ins.parts if p in DIMENSIONS)
-
-    def tensor(a: Operand) -> tuple[int, int, list[int]]:
-        """A tensor map's operand and offset, and the coordinates."""
-        if not isinstance(a, Mem) or len(a.rest) != 1 or not isinstance(a.rest[0], Vec) or len(a.rest[0].items) != rank:
-            raise low.unsupported(f"{rank} coordinates are due")
-        at, off, wide = low.address(Mem(a.base, a.off), "global")
-        if not wide:
-            raise low.unsupported("a 32-bit address of a tensor map")
-        return at, off, [low.operand(x, "s32") for x in a.rest[0].items]
-
-    if "prefetch" in mods:
-        at, off, coordinates = tensor(args[0])
-        low.emit("tensor.prefetch", [at, *coordinates], [_pack(0, off)])
-        return
     spaces = [p for p in ins.parts if p in ("shared::cluster", "shared::cta", "global")]
+    if "prefetch" in mods:
+        mode = _mode(low, ins, "prefetch")
+        t, rest = _tensor_operand(low, args[0], rank, mode), args[1:]
+        info = _info(low, rest, rank, mode)
+        if rest:
+            raise low.unsupported()
+        low.emit("tensor.prefetch", [t.at, *t.coordinates, *info], [_pack(0, t.off), 0, t.imm])
+        return
     if spaces[0] == "global":
         operation = -1
         if "reduce" in mods:
             operation = next(i for i, name in enumerate(OPERATIONS) if name in mods)
         if spaces[1:] != ["shared::cta"] or "bulk_group" not in mods or len(args) != 2:
             raise low.unsupported()
-        at, off, coordinates = tensor(args[0])
+        t = _tensor_operand(low, args[0], rank, _mode(low, ins, "store"))
         src, src_off, wide = low.address(args[1], "shared")
-        low.emit("tensor.store", [at, src, *coordinates], [_pack(src_off, off), operation, wide << 1])
+        low.emit("tensor.store", [t.at, src, *t.coordinates], [_pack(src_off, t.off), operation, wide << 1 | t.imm])
         return
-    multicast = "multicast::cluster" in mods
-    if COMPLETE not in mods or len(args) != 3 + multicast:
+    mode, rest = _mode(low, ins, "load"), args[3:]
+    if COMPLETE not in mods or len(args) < 3:
         raise low.unsupported()
-    at, off, coordinates = tensor(args[1])
+    t = _tensor_operand(low, args[1], rank, mode)
+    info = _info(low, rest, rank, mode)
+    multicast = "multicast::cluster" in mods
+    if len(rest) != multicast:
+        raise low.unsupported()
     dst, dst_off, dst_wide = low.address(args[0], "shared")
     bar, bar_off, bar_wide = low.address(args[2], "shared")
     flags = dst_wide << 1 | bar_wide << 2 | ("cta_group::2" in mods) << 3 | (spaces[0] == "shared::cta") << 4
-    mask = low.operand(args[3], "u16") if multicast else SINK
-    low.emit("tensor.load", [at, dst, bar, mask, *coordinates], [_pack(dst_off, off), bar_off, flags])
+    mask = low.operand(rest[0], "u16") if multicast else SINK
+    low.emit("tensor.load", [t.at, dst, bar, mask, *t.coordinates, *info], [_pack(dst_off, t.off), bar_off, flags | t.imm])
 
 
 _FIELDS = (

@@ -66,35 +66,87 @@ int _cudaLaunchKernelEx(const Config *c, const void *kernel, void **arguments)
 }
 
 /* A tensor map as the DSL's own host code writes one: only the first 64 of 128 bytes carry data.
- *   words 0-1 address; 2: bits 4-6 rank - 1, 7-10 type, 11-12 interleave, 13-14 swizzle, 15 NaN fill, 16 tf32,
+ *   words 0-1 address; 2: bits 0-3 kind, 4-6 rank - 1, 7-10 type, 11-12 interleave, 13-14 swizzle, 15 NaN fill, 16 tf32,
  *   17-18 L2 promotion, 19-20 swizzle atomicity; 3-6 strides / 16, their high bits in 7, four each; 8-12 sizes - 1;
- *   13: bits 0-2 element strides - 1 of dimension 0, ..., 24-31 box - 1 of dimension 0; 14: box - 1 of dimensions 1-4. */
-int _cuTensorMapEncodeTiled(void *out, int type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride,
-                            const uint32_t *box, const uint32_t *element_stride, int interleave, int swizzle, int l2, int nan_fill)
+ *   13: bits 0-2 element strides - 1 of dimension 0, ..., 24-31 box - 1 of dimension 0.
+ * Returns whether everything is in its range. */
+enum { TILED = 2, IM2COL = 3 };
+static int map_head(uint32_t *w, int kind, int type, unsigned rank, const void *base, const uint64_t *size, const uint64_t *stride, uint32_t box0,
+                    const uint32_t *element_stride, int interleave, int swizzle, int l2, int nan_fill)
 {
     static const uint8_t code[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8};
-    uint32_t w[32] = {0};
-    if (rank < 1 || rank > 5 || ((uint64_t)base & 15) || type < 0 || type > 12 || swizzle < 0 || swizzle > 6 || l2 < 0 || l2 > 3 || interleave)
-        return INVALID_VALUE;
+    if (rank < 1 || rank > 5 || ((uint64_t)base & 15) || type < 0 || type > 12 || swizzle < 0 || swizzle > 6 || l2 < 0 || l2 > 3 || interleave ||
+        box0 == 0 || box0 > 256)
+        return 0;
+    memset(w, 0, 128);
     memcpy(w, &base, 8);
-    w[2] = 2 | (rank - 1) << 4 | (uint32_t)code[type] << 7 | (uint32_t)(swizzle > 3 ? 3 : swizzle) << 13 |
+    w[2] = (uint32_t)kind | (rank - 1) << 4 | (uint32_t)code[type] << 7 | (uint32_t)(swizzle > 3 ? 3 : swizzle) << 13 |
            (type >= 11 ? 1u << 16 : 0) | (nan_fill ? 1u << 15 : 0) | (uint32_t)l2 << 17 | (uint32_t)(swizzle > 3 ? swizzle - 3 : 0) << 19;
+    w[13] = (box0 - 1) << 24;
     for (unsigned i = 0; i < rank; i++) {
-        if (box[i] == 0 || box[i] > 256 || size[i] == 0 || element_stride[i] < 1 || element_stride[i] > 8)
-            return INVALID_VALUE;
+        if (size[i] == 0 || size[i] > 1ull << 32 || element_stride[i] < 1 || element_stride[i] > 8)
+            return 0;
         w[8 + i] = (uint32_t)(size[i] - 1);
         w[13] |= (element_stride[i] - 1) << 3 * i;
-        if (i == 0)
-            w[13] |= (box[0] - 1) << 24;
-        else
-            w[14] |= (box[i] - 1) << 8 * (i - 1);
     }
     for (unsigned i = 0; i + 1 < rank; i++) {
         if (stride[i] & 15 || stride[i] >> 40)
-            return INVALID_VALUE;
+            return 0;
         w[3 + i] = (uint32_t)(stride[i] >> 4);
         w[7] |= (uint32_t)(stride[i] >> 36) << 4 * i;
     }
+    return 1;
+}
+
+/* Word 14: box - 1 of dimensions 1 to 4. */
+int _cuTensorMapEncodeTiled(void *out, int type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride,
+                            const uint32_t *box, const uint32_t *element_stride, int interleave, int swizzle, int l2, int nan_fill)
+{
+    uint32_t w[32];
+    if (!map_head(w, TILED, type, rank, base, size, stride, box[0], element_stride, interleave, swizzle, l2, nan_fill))
+        return INVALID_VALUE;
+    for (unsigned i = 1; i < rank; i++) {
+        if (box[i] == 0 || box[i] > 256)
+            return INVALID_VALUE;
+        w[14] |= (box[i] - 1) << 8 * (i - 1);
+    }
+    memcpy(out, w, sizeof w);
+    return SUCCESS;
+}
+
+/* Word 14: the lower corners in the low half, the upper in the high half, 16, 8 or 5 bits each; 15: pixels - 1. */
+int _cuTensorMapEncodeIm2col(void *out, int type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride, const int *lower,
+                             const int *upper, uint32_t channels, uint32_t pixels, const uint32_t *element_stride, int interleave, int swizzle,
+                             int l2, int nan_fill)
+{
+    static const uint8_t width[] = {16, 8, 5};
+    uint32_t w[32];
+    if (rank < 3 || pixels < 1 || pixels > 1024 ||
+        !map_head(w, IM2COL, type, rank, base, size, stride, channels, element_stride, interleave, swizzle, l2, nan_fill))
+        return INVALID_VALUE;
+    const int bits = width[rank - 3], most = 1 << (bits - 1);
+    for (unsigned i = 0; i + 2 < rank; i++) {
+        if (lower[i] < -most || lower[i] >= most || upper[i] < -most || upper[i] >= most)
+            return INVALID_VALUE;
+        w[14] |= ((uint32_t)lower[i] & ((1u << bits) - 1)) << bits * i;
+        w[14] |= ((uint32_t)upper[i] & ((1u << bits) - 1)) << (16 + bits * i);
+    }
+    w[15] = pixels - 1;
+    memcpy(out, w, sizeof w);
+    return SUCCESS;
+}
+
+/* mode: 0 for im2col::w, 1 for im2col::w::128, one more in bits 16-17 of word 15. */
+int _cuTensorMapEncodeIm2colWide(void *out, int type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride, int lower, int upper,
+                                 uint32_t channels, uint32_t pixels, const uint32_t *element_stride, int interleave, int mode, int swizzle, int l2,
+                                 int nan_fill)
+{
+    uint32_t w[32];
+    if (rank < 3 || pixels < 1 || pixels > 1024 || lower != (int16_t)lower || upper != (int16_t)upper || mode < 0 || mode > 1 ||
+        !map_head(w, IM2COL, type, rank, base, size, stride, channels, element_stride, interleave, swizzle, l2, nan_fill))
+        return INVALID_VALUE;
+    w[14] = (uint16_t)lower | (uint32_t)(uint16_t)upper << 16;
+    w[15] = (pixels - 1) | (uint32_t)(mode + 1) << 16;
     memcpy(out, w, sizeof w);
     return SUCCESS;
 }

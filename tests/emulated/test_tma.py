@@ -374,7 +374,8 @@ def test_wrong_maps_and_places() -> None:
         (dict(body=good, box=(33, 4)), ptxemu.MemoryFault, "132 bytes, which is not a multiple of 16"),
         (dict(body=good, box=(64, 4), swizzle=3), ptxemu.MemoryFault, "256 bytes, more than the swizzle's 128"),
         (dict(body=good, nan=True), ptxemu.MemoryFault, "integers with NaN fill"),
-        (dict(body=good, control=1), ptxemu.MemoryFault, "no tensor map is there"),
+        (dict(body=good, control=8), ptxemu.MemoryFault, "no tensor map is there"),
+        (dict(body=good, control=1), ptxemu.MemoryFault, "im2col of rank 2"),
         (dict(body=good, control=1 << 11), ptxemu.Unsupported, "interleaved"),
         (dict(body=good.replace("map;", "map;\n    add.u64 %d9, %d9, 4;")), ptxemu.MemoryFault, "not a multiple of 64"),
         (dict(body=good.replace(AT_MAP, "    mov.u64 %d9, 64;\n")), ptxemu.MemoryFault, "null pointer"),
@@ -403,13 +404,6 @@ def test_tiles_that_are_read_or_reused_too_early() -> None:
     body = load(2, (0, 0), 512).replace("bar.sync 0;", second)
     with pytest.raises(ptxemu.RaceFault, match="missing barrier"):
         run(body, [source, out, raw], threads=64, shared=4096, extra=MAP)
-
-
-@pytest.mark.parametrize("mode", ["im2col", "tile::gather4"])
-def test_modes_that_are_not_there_are_named(mode: str) -> None:
-    body = load(4, (0, 0, 0, 0), 512).replace(".tile.", f".{mode}.")
-    with pytest.raises(ptxemu.Unsupported, match=f"load mode .{mode}"):
-        attempt(body)
 
 
 def test_tensor_prefetch() -> None:

@@ -86,14 +86,37 @@ void shared_strong_begin(Warp *w, Cta *c, uint32_t off, uint32_t bytes, int touc
 void shared_strong_end(Cta *c, uint32_t off, uint32_t bytes, uint32_t epoch);
 
 /* ---- asynchronous copies ------------------------------------------------------------------------------------------------------- */
+/* How a copy walks through a tensor: a box; four rows (tile::gather4, tile::scatter4); pixels of convolutions (im2col), of one line of images
+ * (im2col::w), 128 of them with halos of every 32 (im2col::w::128). Numbered as in lower_async.py. */
+enum { MODE_TILE, MODE_ROWS, MODE_IM2COL, MODE_W, MODE_W_128 };
+
 /* A tensor map and a tile of it (PTX ISA: "Tensors", "Tensor-map"). */
 typedef struct {
     uint64_t base, stride[5]; /* bytes */
     uint32_t size[5], box[5], step[5];
-    int rank, type, swizzle, atom, nan_fill;
-    uint32_t element, row, bytes; /* bytes of an element, of the tile's innermost line, of the tile */
+    int rank, type, swizzle, atom, nan_fill, mode;
+    uint32_t element, row, lines, bytes; /* bytes of an element, of the tile's innermost line; lines; bytes of the tile */
     int32_t at[5];
+    int32_t row_at[4];                 /* MODE_ROWS */
+    int32_t lower[5], upper[5];        /* im2col: corners of the bounding box, by dimension; where walks begin and end */
+    int32_t offset[5];                 /* im2col: of the filter's element */
+    uint32_t pixels;
 } Tile;
+
+/* The lines of a tile one after another: number, address of element 0, and the elements inside the tensor. */
+typedef struct { uint32_t n, from, to, k[5], lo[5], hi[5]; uint64_t address; } Lines;
+
+/* box.c */
+Lines lines_of(const Tile *t);
+int lines_next(const Tile *t, Lines *l);
+#define EACH_LINE(t, l) for (Lines l = lines_of(t); lines_next(t, &l);)
+void box_check(Warp *w, const Tile *t, const char *what); /* faults unless all that lies inside the tensor is global memory of the kernel */
+void tile_fetch(const Tile *t, uint32_t off, uint8_t *out);              /* as it lies in shared memory at `off` */
+void tile_put(const Tile *t, uint32_t off, const uint8_t *in, int op);   /* op -1: store */
+/* Faults where something inside the tensor that a store at `off` would write is undefined. */
+void tile_check_defined(Warp *w, Cta *c, const Tile *t, uint32_t off, const char *what);
+/* See race_access. in: NULL, or what a store is about to write. */
+void tile_access(Warp *w, const Tile *t, uint32_t off, const uint8_t *in, int strong, uint32_t epoch, const char *what);
 
 /* A copy to shared memory that mbarriers count, from global memory (linear or a tile) or from shared memory. */
 typedef struct {
@@ -126,8 +149,3 @@ typedef struct {
 void load_issue(Warp *w, Load *load, const char *what); /* checks it and queues it; `load` is copied */
 Store *store_new(Warp *w, uint32_t lane, uint32_t off, uint32_t bytes, const char *what, Async **op);
 void load_barrier(Warp *w, Load *load, uint64_t dst, uint64_t bar, uint32_t align, int ranks, const char *what);
-
-/* tma.c */
-void tile_fetch(const Tile *t, uint32_t off, uint8_t *out);              /* as it lies in shared memory at `off` */
-void tile_put(const Tile *t, uint32_t off, const uint8_t *in, int op);   /* op -1: store */
-void tile_access(Warp *w, const Tile *t, uint32_t off, const uint8_t *in, int strong, uint32_t epoch, const char *what); /* see race_access */

@@ -1,13 +1,18 @@
-/* Tensor copies in tile mode (PTX ISA: "Tensors", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "tensormap.replace").
+/* Tensor copies (PTX ISA: "Tensors", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "tensormap.replace").
  *
  * A tensor map as shim.c writes it, in 32-bit words: 0-1 address; 2: bits 0-3 are 2, 4-6 rank - 1, 7-10 type, 11-12 interleave, 13-14
  * swizzle, 15 NaN fill, 16 tf32, 17-18 L2 promotion, 19-20 swizzle atomicity; 3-6 strides / 16, their high 4 bits in word 7; 8-12 sizes - 1;
  * 13: bits 3 i... element stride - 1 of dimension i, 24-31 box - 1 of dimension 0; 14: box - 1 of dimensions 1 to 4. The driver has the
  * same fields in the same places, but for bits 0-3 of word 2 and the atomicity, which it refuses for sm_90.
+ *
+ * Maps of im2col have 3 in bits 0-3 of word 2, channels - 1 where the box of dimension 0 is, pixels - 1 in bits 0-9 of word 15, and in word
+ * 14 the corners of the bounding box as signed numbers, the lower ones of W, H, D in its low half, the upper ones in its high half: of 16
+ * bits each in 3 dimensions, of 8 in 4, of 5 in 5. So the CuTe DSL writes them. Maps of im2col::w and ::w::128 have 1 and 2 in bits 16-17 of
+ * word 15 and the corners of W alone, of 16 bits; that layout is shim.c's own.
  */
 #include "memory.h"
 
-enum { MAP_WORDS = 16, MAP_BYTES = 128 };
+enum { MAP_WORDS = 16, MAP_BYTES = 128, TILED_MAP = 2, IM2COL_MAP = 3 };
 
 /* ---- tensor maps --------------------------------------------------------------------------------------------------------------------- */
 static const uint8_t *map_bytes(Warp *w, uint64_t addr, const char *what)
@@ -24,13 +29,31 @@ static const uint8_t *map_bytes(Warp *w, uint64_t addr, const char *what)
     return (const uint8_t *)addr;
 }
 
+/* What a map of im2col has beyond sizes and strides. */
+static void corners(Warp *w, const uint32_t *x, const char *what, Tile *t)
+{
+    static const uint8_t width[] = {16, 8, 5};
+    const int wide = x[15] >> 16 & 3, bits = t->rank < 3 || t->rank > 5 ? 16 : wide ? 16 : width[t->rank - 3];
+    if (t->rank < 3 || wide == 3)
+        fault(w, ERR_MEMORY, "%s: a tensor map of im2col of rank %d", what, t->rank);
+    t->mode = wide == 2 ? MODE_W_128 : wide ? MODE_W : MODE_IM2COL;
+    t->pixels = wide == 2 ? 128 : (x[15] & 1023) + 1;
+    for (int d = 1; d < (wide ? 2 : t->rank - 1); d++) {
+        t->lower[d] = (int32_t)(x[14] << (32 - bits * d)) >> (32 - bits);
+        t->upper[d] = (int32_t)(x[14] >> 16 << (32 - bits * d)) >> (32 - bits);
+        t->upper[d] += (int32_t)x[8 + d];
+        if (t->lower[d] > t->upper[d])
+            fault(w, ERR_MEMORY, "%s: the bounding box from %d to %d of dimension %d holds nothing", what, t->lower[d], t->upper[d], d);
+    }
+}
+
 static void decode(Warp *w, const uint8_t *raw, const char *what, Tile *t)
 {
     static const uint8_t types[] = {T_U8, T_U16, T_U32, T_S32, T_U64, T_S64, T_F16, T_F32, T_F32_FTZ, T_F64, T_BF16};
     uint32_t x[MAP_WORDS];
     memcpy(x, raw, sizeof x);
-    const uint32_t c = x[2], type = c >> 7 & 15;
-    if ((c & 15) != 2 || type >= sizeof types)
+    const uint32_t c = x[2], type = c >> 7 & 15, im2col = (c & 15) == IM2COL_MAP;
+    if (((c & 15) != TILED_MAP && !im2col) || type >= sizeof types)
         fault(w, ERR_MEMORY, "%s: no tensor map is there (control word %#x)", what, c);
     if (c >> 11 & 3)
         fault(w, ERR_UNSUPPORTED, "%s: interleaved tensor map", what);
@@ -47,6 +70,8 @@ static void decode(Warp *w, const uint8_t *raw, const char *what, Tile *t)
         fault(w, ERR_UNSUPPORTED, "%s: swizzle atomicity %d of a tensor map", what, t->atom);
     if (t->nan_fill && t->type < T_F16)
         fault(w, ERR_MEMORY, "%s: a tensor map of integers with NaN fill", what);
+    if (im2col)
+        corners(w, x, what, t);
     uint32_t lines = 1;
     for (int d = 0; d < t->rank; d++) {
         uint32_t box = d ? x[14] >> 8 * (d - 1) & 255 : x[13] >> 24;
@@ -57,175 +82,96 @@ static void decode(Warp *w, const uint8_t *raw, const char *what, Tile *t)
         lines *= d ? t->box[d] : 1;
     }
     t->row = t->box[0] * t->element;
-    t->bytes = t->row * lines;
+    t->lines = im2col ? t->pixels : lines;
     static const uint8_t span[] = {0, 32, 64, 128};
     if (t->row % 16)
         fault(w, ERR_MEMORY, "%s: the box's innermost line has %u bytes, which is not a multiple of 16", what, t->row);
     if (t->swizzle && t->row > span[t->swizzle])
         fault(w, ERR_MEMORY, "%s: the box's innermost line has %u bytes, more than the swizzle's %u", what, t->row, span[t->swizzle]);
-    if (t->swizzle && t->row < span[t->swizzle] && lines > 1)
+    if (t->swizzle && t->row < span[t->swizzle] && t->lines > 1)
         fault(w, ERR_UNSUPPORTED, "%s: the box's innermost line has %u bytes, fewer than the swizzle's %u", what, t->row, span[t->swizzle]);
-}
-
-/* Indices of the box along one dimension that lie inside the tensor: [*from, *to). */
-static void clip(const Tile *t, int d, uint32_t *from, uint32_t *to)
-{
-    int64_t at = t->at[d], step = t->step[d], size = t->size[d];
-    int64_t lo = at < 0 ? (-at + step - 1) / step : 0, hi = size > at ? (size - at + step - 1) / step : 0;
-    if (hi > t->box[d])
-        hi = t->box[d];
-    if (lo > hi)
-        lo = hi;
-    *from = (uint32_t)lo;
-    *to = (uint32_t)hi;
-}
-
-/* Calls `line` for every line of the box: its number, the address of its element 0, and its elements inside the tensor. */
-#define EACH_LINE(t, line_number, address, from, to, body)                                                                              \
-    do {                                                                                                                                \
-        uint32_t from_[5], to_[5], k_[5] = {0}, line_number = 0, lines_ = (t)->bytes / (t)->row;                                        \
-        for (int d_ = 0; d_ < (t)->rank; d_++)                                                                                          \
-            clip(t, d_, &from_[d_], &to_[d_]);                                                                                          \
-        for (; line_number < lines_; line_number++) {                                                                                   \
-            uint64_t address = (t)->base + (int64_t)(t)->at[0] * (int64_t)(t)->element;                                                 \
-            int in_ = 1;                                                                                                                \
-            for (int d_ = 1; d_ < (t)->rank; d_++) {                                                                                    \
-                in_ &= k_[d_] >= from_[d_] && k_[d_] < to_[d_];                                                                         \
-                address += ((int64_t)(t)->at[d_] + (int64_t)k_[d_] * (t)->step[d_]) * (int64_t)(t)->stride[d_];                         \
-            }                                                                                                                           \
-            uint32_t from = in_ ? from_[0] : 0, to = in_ ? to_[0] : 0;                                                                  \
-            body;                                                                                                                       \
-            for (int d_ = 1; d_ < (t)->rank && ++k_[d_] == (t)->box[d_]; d_++)                                                          \
-                k_[d_] = 0;                                                                                                             \
-        }                                                                                                                               \
-    } while (0)
-
-/* Faults unless everything inside the tensor that the box touches is global memory of the kernel. */
-static void check_global(Warp *w, const Tile *t, const char *what)
-{
-    uint64_t lo = t->base, hi = t->base + t->element;
-    for (int d = 0; d < t->rank; d++) {
-        uint32_t from, to;
-        clip(t, d, &from, &to);
-        if (from == to)
-            return;
-        lo += ((int64_t)t->at[d] + (int64_t)from * t->step[d]) * (int64_t)t->stride[d];
-        hi += ((int64_t)t->at[d] + (int64_t)(to - 1) * t->step[d]) * (int64_t)t->stride[d];
-    }
-    global_check_span(w, lo, hi, what);
-}
-
-/* Swizzles exchange 16-byte (or 32-byte) chunks by exclusive or of address bits (PTX ISA: "Swizzling Modes"). */
-static inline uint32_t swizzled(const Tile *t, uint32_t address)
-{
-    if (t->atom)
-        return address ^ (address >> 2 & 0x60);
-    return address ^ (address >> 3 & ((1u << t->swizzle) - 1) << 4);
-}
-
-void tile_fetch(const Tile *t, uint32_t off, uint8_t *out)
-{
-    static const uint8_t fill[2] = {OOB_NAN & 0xff, OOB_NAN >> 8};
-    uint8_t line[256 * 8];
-    EACH_LINE(t, n, address, from, to, {
-        uint8_t *whole = t->swizzle ? line : out + n * t->row;
-        if (to - from < t->box[0]) {
-            if (t->nan_fill)
-                for (uint32_t i = 0; i < t->row; i++)
-                    whole[i] = fill[i % 2];
-            else
-                memset(whole, 0, t->row);
-        }
-        if (from < to)
-            memcpy(whole + from * t->element, (const uint8_t *)address + from * t->element, (to - from) * t->element);
-        for (uint32_t i = 0; t->swizzle && i < t->row; i += 16)
-            memcpy(out + swizzled(t, off + n * t->row + i) - off, line + i, 16);
-    });
-}
-
-/* What lies inside the tensor must be defined; the rest of the box goes nowhere. */
-static void check_tile_defined(Warp *w, Cta *c, const Tile *t, uint32_t off, const char *what)
-{
-    EACH_LINE(t, n, address, from, to, {
-        (void)address;
-        const uint32_t end = to * t->element;
-        for (uint32_t i = from * t->element; i < end;) {
-            const uint32_t next = i / 16 * 16 + 16 < end ? i / 16 * 16 + 16 : end;
-            const uint32_t line = off + n * t->row + i / 16 * 16;
-            shared_check_defined(w, c, (t->swizzle ? swizzled(t, line) : line) + i % 16, next - i, what);
-            i = next;
-        }
-    });
-}
-
-/* The bytes of line n of a tile that lies in shared memory at `off`, without its swizzle. */
-static const uint8_t *line_of(const Tile *t, uint32_t off, uint32_t n, const uint8_t *in, uint8_t *line)
-{
-    if (!t->swizzle)
-        return in + n * t->row;
-    for (uint32_t i = 0; i < t->row; i += 16)
-        memcpy(line + i, in + swizzled(t, off + n * t->row + i) - off, 16);
-    return line;
-}
-
-/* in: NULL, or what a store is about to write. */
-void tile_access(Warp *w, const Tile *t, uint32_t off, const uint8_t *in, int strong, uint32_t epoch, const char *what)
-{
-    uint8_t line[256 * 8];
-    EACH_LINE(t, n, address, from, to, {
-        const uint64_t lo = address + from * t->element;
-        const uint64_t bytes = (to - from) * t->element;
-        const int same = in && from < to && !memcmp(line_of(t, off, n, in, line) + from * t->element, (const void *)lo, bytes);
-        if (from < to)
-            race_access(w, lo, bytes, in ? TOUCH_WRITE | (same ? TOUCH_SAME : 0) : TOUCH_READ, strong, epoch, what);
-    });
-}
-
-void tile_put(const Tile *t, uint32_t off, const uint8_t *in, int op)
-{
-    uint8_t line[256 * 8];
-    EACH_LINE(t, n, address, from, to, {
-        const uint8_t *whole = line_of(t, off, n, in, line);
-        if (op < 0) {
-            if (from < to)
-                memcpy((uint8_t *)address + from * t->element, whole + from * t->element, (to - from) * t->element);
-        } else {
-            for (uint32_t i = from; i < to; i++) {
-                uint64_t b = 0;
-                memcpy(&b, whole + i * t->element, t->element);
-                global_reduce((void *)(address + i * t->element), op, t->type == T_F32 ? T_F32_FTZ : t->type, b, 0);
-            }
-        }
-    });
 }
 
 /* ---- cp.async.bulk.tensor --------------------------------------------------------------------------------------------------------------- */
 enum { TENSOR_MAP_WIDE = 1, TENSOR_SHARED_WIDE = 2, TENSOR_BAR_WIDE = 4, TENSOR_PAIR = 8, TENSOR_OWN = 16 };
 
-static void tile_of(Warp *w, const Ins *ins, uint32_t lane, int rank, const int32_t *coordinate, const char *what, Tile *t)
+/* imm[2] of all these, above the flags: the MODE_*, and how many coordinates there are; behind them come offsets of the filter (im2col), or
+ * wHalo and wOffset. */
+#define TENSOR_MODE(f) ((int)((f) >> 8 & 7))
+#define TENSOR_COORDINATES(f) ((int)((f) >> 12 & 7))
+
+static const char *const mode_names[] = {"tile", "tile::gather4", "im2col", "im2col::w", "im2col::w::128"};
+
+/* Checks a walk's start, and takes what an instruction says of the filter. info: offsets, or wHalo and wOffset; NULL: .im2col_no_offs. */
+static void walk_of(Warp *w, const int32_t *info, uint32_t lane, const char *what, Tile *t)
 {
+    const int wide = t->mode != MODE_IM2COL;
+    for (int d = 1; d < (wide ? 2 : t->rank - 1); d++)
+        if (t->at[d] > t->upper[d] || (t->at[d] < t->lower[d] && !wide))
+            fault(w, ERR_MEMORY, "%s: coordinate %d of dimension %d is outside of the bounding box from %d to %d", what, t->at[d], d, t->lower[d],
+                  t->upper[d]);
+    if (!info)
+        return;
+    if (wide) {
+        const uint32_t halo = ((const uint16_t *)operand(w, info[0]))[lane];
+        t->offset[1] = ((const uint16_t *)operand(w, info[1]))[lane];
+        if (!t->swizzle)
+            fault(w, ERR_MEMORY, "%s: a tensor map of %s without swizzle", what, mode_names[t->mode]);
+        t->lines += t->mode == MODE_W_128 ? 4 * halo : halo;
+        return;
+    }
+    static const uint8_t width[] = {16, 8, 5};
+    for (int d = 1; d < t->rank - 1; d++) {
+        t->offset[d] = ((const uint16_t *)operand(w, info[d - 1]))[lane];
+        if (t->offset[d] >> width[t->rank - 3])
+            fault(w, ERR_MEMORY, "%s: offset %d of dimension %d; in %d dimensions they are less than %d", what, t->offset[d], d, t->rank,
+                  1 << width[t->rank - 3]);
+    }
+}
+
+/* first: the first coordinate's operand; info: whether offsets follow. */
+static void tile_of(Warp *w, const Ins *ins, uint32_t lane, int first, int info, const char *what, Tile *t)
+{
+    const int mode = TENSOR_MODE(ins->imm[2]), n = TENSOR_COORDINATES(ins->imm[2]), rank = mode == MODE_ROWS ? 2 : n;
     uint64_t map = lane_address(w, ins->arg[0], ins->imm[0] >> 32, 1, lane);
+    memset(t, 0, sizeof *t);
     decode(w, map_bytes(w, map, what), what, t);
     if (t->rank != rank)
         fault(w, ERR_MEMORY, "%s of %d dimensions with a tensor map of rank %d", what, rank, t->rank);
-    for (int d = 0; d < rank; d++)
-        t->at[d] = ((const int32_t *)operand(w, coordinate[d]))[lane];
+    if (t->mode != (mode == MODE_ROWS ? MODE_TILE : mode))
+        fault(w, ERR_MEMORY, "%s in mode %s with a tensor map of mode %s", what, mode_names[mode], mode_names[t->mode]);
+    for (int d = 0; d < n; d++) {
+        const int32_t c = ((const int32_t *)operand(w, ins->arg[first + d]))[lane];
+        if (mode == MODE_ROWS && d)
+            t->row_at[d - 1] = c;
+        else
+            t->at[d] = c;
+    }
     /* An H200 ends the kernel with an illegal instruction there. */
-    if (t->at[0] * (int64_t)t->element % 16)
+    if (mode <= MODE_ROWS && t->at[0] * (int64_t)t->element % 16)
         fault(w, ERR_MEMORY, "%s: coordinate %d of dimension 0, %lld bytes from the tensor's start, not a multiple of 16", what, t->at[0],
               (long long)t->at[0] * t->element);
-    check_global(w, t, what);
+    if (mode == MODE_ROWS) {
+        if (t->box[1] != 1)
+            fault(w, ERR_MEMORY, "%s: a box of %u rows; for four rows it must have one", what, t->box[1]);
+        t->mode = mode;
+        t->lines = 4;
+    } else if (mode != MODE_TILE) {
+        walk_of(w, info ? ins->arg + first + n : NULL, lane, what, t);
+    }
+    t->bytes = t->row * t->lines;
+    box_check(w, t, what);
 }
 
-/* Load: operands map, dst, mbarrier, CTA mask or SINK, coordinates. imm[0]: offset of dst, of the map above 32 bits; imm[1]: offset of the
- * mbarrier; imm[2]: flags. */
+/* Load: operands map, dst, mbarrier, CTA mask or SINK, coordinates, offsets. imm[0]: offset of dst, of the map above 32 bits; imm[1]: offset
+ * of the mbarrier; imm[2]: flags. */
 static int tensor_load(Warp *w, const Ins *ins, uint32_t m)
 {
     static const char what[] = "tensor copy to shared memory";
     const int flags = ins->imm[2];
     Tile t;
     FOR_LANES(i, m) {
-        tile_of(w, ins, i, ins->n - 4, ins->arg + 4, what, &t);
+        tile_of(w, ins, i, 4, 1, what, &t);
         Load l = {.tile = &t, .op = -1, .bytes = t.bytes, .pair = (flags & TENSOR_PAIR) != 0};
         uint32_t ranks = 0;
         if (ins->arg[3] != SINK && !(ranks = ((const uint16_t *)operand(w, ins->arg[3]))[i]))
@@ -248,6 +194,21 @@ static void check_reduction(Warp *w, const Tile *t, int op, const char *what)
               t->type == T_S64 ? "s64" : t->type == T_F32 ? "f32" : "f64");
 }
 
+/* Stores begin inside the tensor, and so does the bounding box. */
+static void check_target(Warp *w, const Tile *t, const char *what)
+{
+    for (int d = 0; d < t->rank; d++)
+        if (t->at[d] < 0)
+            fault(w, ERR_MEMORY, "%s: coordinate %d of dimension %d; a box may begin below zero in loads only", what, t->at[d], d);
+    for (int i = 0; t->mode == MODE_ROWS && i < 4; i++)
+        if (t->row_at[i] < 0)
+            fault(w, ERR_MEMORY, "%s: row %d; a row may lie below zero in loads only", what, t->row_at[i]);
+    for (int d = 1; t->mode == MODE_IM2COL && d < t->rank - 1; d++)
+        if (t->lower[d] < 0 || t->upper[d] >= (int64_t)t->size[d])
+            fault(w, ERR_MEMORY, "%s: the bounding box from %d to %d of dimension %d leaves the tensor, which has %u there", what, t->lower[d],
+                  t->upper[d], d, t->size[d]);
+}
+
 /* Store or reduction: operands map, src, coordinates. imm[0]: offset of src, of the map above 32 bits; imm[1]: operation or -1; imm[2]: flags. */
 static int tensor_store(Warp *w, const Ins *ins, uint32_t m)
 {
@@ -256,16 +217,14 @@ static int tensor_store(Warp *w, const Ins *ins, uint32_t m)
     FOR_LANES(i, m) {
         Async *op;
         Cta *c;
-        tile_of(w, ins, i, ins->n - 2, ins->arg + 2, what, &t);
-        for (int d = 0; d < t.rank; d++)
-            if (t.at[d] < 0)
-                fault(w, ERR_MEMORY, "%s: coordinate %d of dimension %d; a box may begin below zero in loads only", what, t.at[d], d);
+        tile_of(w, ins, i, 2, 0, what, &t);
+        check_target(w, &t, what);
         check_reduction(w, &t, ins->imm[1], what);
         uint64_t src = lane_address(w, ins->arg[1], (int32_t)ins->imm[0], ins->imm[2] & TENSOR_SHARED_WIDE, i);
         uint32_t off = shared_place(w, src, t.bytes, 128, 1, what, &c);
         Store *s = store_new(w, i, off, t.bytes, what, &op);
         if (!s->defined)
-            check_tile_defined(w, c, &t, off, what);
+            tile_check_defined(w, c, &t, off, what);
         s->tiled = 1;
         s->tile = t;
         s->op = ins->imm[1];
@@ -274,11 +233,11 @@ static int tensor_store(Warp *w, const Ins *ins, uint32_t m)
     return NEXT;
 }
 
-/* Prefetch into the L2 cache: operands map, coordinates. It changes nothing. */
+/* Prefetch into the L2 cache: operands map, coordinates, offsets. It changes nothing. */
 static int tensor_prefetch(Warp *w, const Ins *ins, uint32_t m)
 {
     Tile t;
-    FOR_LANES(i, m) tile_of(w, ins, i, ins->n - 1, ins->arg + 1, "tensor prefetch", &t);
+    FOR_LANES(i, m) tile_of(w, ins, i, 1, 1, "tensor prefetch", &t);
     return NEXT;
 }
 
@@ -286,8 +245,10 @@ static int tensor_prefetch(Warp *w, const Ins *ins, uint32_t m)
 enum { FIELD_ADDRESS, FIELD_RANK, FIELD_BOX, FIELD_SIZE, FIELD_STRIDE, FIELD_STEP, FIELD_TYPE, FIELD_INTERLEAVE, FIELD_SWIZZLE, FIELD_FILL,
        FIELD_ATOM };
 
-static void replace(uint32_t *x, int field, int d, uint64_t value)
+static void replace(Warp *w, uint32_t *x, int field, int d, uint64_t value)
 {
+    if ((x[2] & 15) == IM2COL_MAP)
+        fault(w, ERR_MEMORY, "tensormap.replace.tile of a tensor map of im2col");
 #define PUT(word, shift, bits) x[word] = (x[word] & ~(((1u << (bits)) - 1) << (shift))) | ((uint32_t)(value) & ((1u << (bits)) - 1)) << (shift)
     switch (field) {
     case FIELD_ADDRESS: memcpy(x, &value, 8); return;
@@ -337,12 +298,12 @@ static int tensormap_replace(Warp *w, const Ins *ins, uint32_t m)
             uint32_t off = shared_place(w, addr, MAP_BYTES, 64, 1, "tensormap.replace", &c);
             shared_check_defined(w, c, off, MAP_BYTES, "tensormap.replace");
             shared_read(w, c, off, MAP_BYTES, x);
-            replace(x, flags & 0xff, flags >> 8 & 0xff, value);
+            replace(w, x, flags & 0xff, flags >> 8 & 0xff, value);
             shared_write(w, c, off, MAP_BYTES, x);
         } else {
             global_check(w, addr, MAP_BYTES, 64, "tensormap.replace");
             memcpy(x, (const void *)addr, MAP_BYTES);
-            replace(x, flags & 0xff, flags >> 8 & 0xff, value);
+            replace(w, x, flags & 0xff, flags >> 8 & 0xff, value);
             memcpy((void *)addr, x, MAP_BYTES);
         }
     }

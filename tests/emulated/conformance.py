@@ -10,8 +10,9 @@ same bits that day, else as they are (the first `SAMPLE` bytes). Approximate fun
 everything else to its bits, tensor cores' accumulation included.
 
 Not compared: launches that read clocks, SM or warp numbers, or that are marked "// emulator only": they leave copies in flight, take
-tensor maps of the emulator's layout from memory, or guard `set` and `testp`, which the assembler expands without guarding all of it. What
-the ISA leaves undefined is hardware's value here (quotients by zero: all ones; NaN payloads; bit fields beyond 255).
+tensor maps of the emulator's layout from memory, or guard `set` and `testp`, which the assembler expands without guarding all of it. Nor
+are textures: their handles and memory are the driver's own on a GPU, and no argument of a launch describes them. What the ISA leaves
+undefined is hardware's value here (quotients by zero: all ones; NaN payloads; bit fields beyond 255).
 """
 
 from __future__ import annotations
@@ -267,18 +268,29 @@ def _tensor_map(cuda: ctypes.CDLL, raw: bytes) -> bytes:
         kind = 11
     sizes = (ctypes.c_uint64 * 5)(*(x + 1 for x in w[8:13]))
     strides = (ctypes.c_uint64 * 5)(*((x | (w[7] >> 4 * i & 15) << 32) << 4 for i, x in enumerate(w[3:7])), 0)
-    box = (ctypes.c_uint32 * 5)((w[13] >> 24) + 1, *((w[14] >> 8 * i & 255) + 1 for i in range(4)))
     steps = (ctypes.c_uint32 * 5)(*((w[13] >> 3 * i & 7) + 1 for i in range(5)))
     out = ctypes.create_string_buffer(128 + 64)
     at = -(-ctypes.addressof(out) // 64) * 64
     base = ctypes.c_void_p(w[0] | w[1] << 32)
     swizzle, promotion, nan = w[2] >> 13 & 3, w[2] >> 17 & 3, w[2] >> 15 & 1
-    code = cuda.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), kind, rank, base, sizes, strides, box, steps, 0, swizzle, promotion, nan
-    )
+    head = (ctypes.c_void_p(at), kind, rank, base, sizes, strides)
+    tail = (steps, 0, swizzle, promotion, nan)
+    if w[2] & 15 == 3:
+        lower, upper = _corners(w[14] & 0xFFFF, rank), _corners(w[14] >> 16, rank)
+        code = cuda.cuTensorMapEncodeIm2col(*head, lower, upper, (w[13] >> 24) + 1, (w[15] & 1023) + 1, *tail)
+    else:
+        box = (ctypes.c_uint32 * 5)((w[13] >> 24) + 1, *((w[14] >> 8 * i & 255) + 1 for i in range(4)))
+        code = cuda.cuTensorMapEncodeTiled(*head, box, *tail)
     if code:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: {code}")
+        raise RuntimeError(f"cuTensorMapEncode: {code}")
     return ctypes.string_at(at, 128)
+
+
+def _corners(packed: int, rank: int) -> Any:
+    """Signed numbers of 16, 8 or 5 bits (tensor maps of 3, 4, 5 dimensions)."""
+    bits = {3: 16, 4: 8, 5: 5}[rank]
+    values = [packed >> bits * i & (1 << bits) - 1 for i in range(rank - 2)]
+    return (ctypes.c_int * 3)(*(v - (1 << bits) if v >> bits - 1 else v for v in values))
 
 
 def _replay(r: Recorded, cuda: ctypes.CDLL) -> list[bytes]:

@@ -115,12 +115,12 @@ def test_swizzles(swizzle: int, channels: int) -> None:
 
 def test_channels_and_images_outside() -> None:
     """Past the last channel and image, and before the first, there are zeros or NaNs."""
-    x = values((2, 4, 5, 8), torch.float16)
+    x = values((2, 4, 5, 16), torch.float16)
     for nan in (False, True):
-        raw = ptxemu.im2col_map(x, (0, 0), (0, 0), 8, 24, nan_fill=nan)
-        got = torch.frombuffer(bytearray(loaded(x, raw, (-4, 0, 0, -1), (0, 0), 24, 8)), dtype=torch.float16).view(24, 8)
-        want = torch.full((24, 8), float("nan") if nan else 0.0, dtype=torch.float16)
-        want[20:, 4:] = x[0, 0, :4, :4]
+        raw = ptxemu.im2col_map(x, (0, 0), (0, 0), 16, 24, nan_fill=nan)
+        got = torch.frombuffer(bytearray(loaded(x, raw, (-8, 0, 0, -1), (0, 0), 24, 16)), dtype=torch.float16).view(24, 16)
+        want = torch.full((24, 16), float("nan") if nan else 0.0, dtype=torch.float16)
+        want[20:, 8:] = x[0, 0, :4, :8]
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 

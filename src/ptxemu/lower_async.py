@@ -173,7 +173,9 @@ def _info(low: Lowering, args: list[Operand], rank: int, mode: str) -> list[int]
         return []
     count = rank - 2 if mode == "im2col" else 2
     if not args or not isinstance(args[0], Vec) or len(args[0].items) != count:
-        raise low.unsupported(f".{mode} takes {'offsets' if mode == 'im2col' else 'wHalo and wOffset'}, {count} in braces")
+        raise low.unsupported(
+            f".{mode} takes {'offsets' if mode == 'im2col' else 'wHalo and wOffset'}, {count} in braces"
+        )
     return [low.operand(x, "u16") for x in args.pop(0).items]
 
 
@@ -218,7 +220,9 @@ def _tensor(low: Lowering, ins: Instr) -> None:
     bar, bar_off, bar_wide = low.address(args[2], "shared")
     flags = dst_wide << 1 | bar_wide << 2 | ("cta_group::2" in mods) << 3 | (spaces[0] == "shared::cta") << 4
     mask = low.operand(rest[0], "u16") if multicast else SINK
-    low.emit("tensor.load", [t.at, dst, bar, mask, *t.coordinates, *info], [_pack(dst_off, t.off), bar_off, flags | t.imm])
+    low.emit(
+        "tensor.load", [t.at, dst, bar, mask, *t.coordinates, *info], [_pack(dst_off, t.off), bar_off, flags | t.imm]
+    )
 
 
 _FIELDS = (

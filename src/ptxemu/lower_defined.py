@@ -20,7 +20,7 @@ _RULE_OF = [
     (r"half", "part"), (r"cvt\.(bf16|f16)x2\.f32", "pair"), (r"cvt\..*", "any"), (r".*\.f32x2(\..*)?", "words"),
     (r".*16x2(\..*)?|(neg|abs)\.half2", "halves"), (r"selp\..*", "select"), (r"lop3", "lop3"), (r"prmt", "prmt"), (r"setp\..*", "compare"),
     (r"pred", "predicate"), (r"vote|match|redux", "warp"), (r"mma\.sync.*", "mma"),
-    (r"ld|st|ldmatrix|stmatrix|movmatrix|shfl|tcgen05\.(ld|st)|wgmma\.mma_async|tcgen05\.used", "own"),
+    (r"ld|st|(ld|st)matrix(\.b8)?|movmatrix|shfl|tcgen05\.(ld|st)|wgmma\.mma_async|tcgen05\.used", "own"),
 ]  # fmt: skip
 """The first pattern that matches a whole name; what none matches is "any" where it is arithmetic, else "clear"."""
 
@@ -49,7 +49,7 @@ def _written(fn: str, n: int, imm: Sequence[int]) -> set[int]:
     """Operands that are destinations."""
     if fn.startswith("setp."):
         return {0, 3} if n > 3 else {0}
-    if fn in ("ld", "ldmatrix", "tcgen05.ld"):
+    if fn in ("ld", "ldmatrix", "ldmatrix.b8", "tcgen05.ld"):
         return set(range(1, n))
     if fn == "ld.param":
         return set(range(n))
@@ -67,14 +67,14 @@ def _written(fn: str, n: int, imm: Sequence[int]) -> set[int]:
         return {0, 4}
     if fn in ("mbarrier.arrive", "mbarrier.wait", "ld.param", "createpolicy", "activemask", "mapa", "getctarank"):
         return {0}
-    if fn in ("st", "stmatrix", "tcgen05.st", "wgmma.mma_async") or _control(fn):
+    if fn in ("st", "stmatrix", "stmatrix.b8", "tcgen05.st", "wgmma.mma_async") or _control(fn):
         return set()
     return {0}
 
 
 def _needed(fn: str, n: int, imm: Sequence[int]) -> Callable[[int], bool]:
     """Which sources must be defined."""
-    if fn in ("ld", "st", "ldmatrix", "stmatrix", "tcgen05.ld", "tcgen05.st"):
+    if fn.removesuffix(".b8") in ("ld", "st", "ldmatrix", "stmatrix", "tcgen05.ld", "tcgen05.st"):
         return lambda k: k == 0
     if fn == "shfl":
         return lambda k: k > 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .lower import SINK, Lowering, lowers
+from .lower_common import requires
 from .lower_flow import SPACES, known
 from .ptx import SINK as PTX_SINK
 from .ptx import WIDTH, Instr, Mem, Operand, Reg, Sym
@@ -227,20 +228,46 @@ def _signed(value: int) -> int:
 
 
 # ---- matrices, clusters, hints ----------------------------------------------------------------------------------------------------
+_PACKED = {"b6x16_p32": 6, "b4x16_p64": 4}
+"""Formats of rows with 16 elements of so many bits and padding, which become elements of 8 bits."""
+
+
 @lowers("ldmatrix", "stmatrix")
 def _matrix(low: Lowering, ins: Instr) -> None:
-    mods = known(low, ins, "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "b16", sets=(SPACES,))
-    if "m8n8" not in mods or "b16" not in mods:
-        raise low.unsupported("only .m8n8 of .b16")
-    mem, registers = (ins.args[1], ins.args[0]) if ins.op == "ldmatrix" else (ins.args[0], ins.args[1])
-    items = low.vector(registers)
+    mods = known(
+        low, ins, "sync", "aligned", "m8n8", "m16n16", "m8n16", "m16n8", "x1", "x2", "x4", "trans", "b16", "b8", "b8x16", *_PACKED,
+        sets=(SPACES,),
+    )  # fmt: skip
+    load = ins.op == "ldmatrix"
+    mem, registers = (ins.args[1], ins.args[0]) if load else (ins.args[0], ins.args[1])
     count = next((int(p[1:]) for p in ins.parts if p in ("x1", "x2", "x4")), 0)
-    if len(items) != count:
-        raise low.unsupported(f"{len(items)} registers for .x{count}")
-    places = [low.target(a, 32) if ins.op == "ldmatrix" else low.operand(a, "b32") for a in items]
+    packed = [p for p in ins.parts if p in _PACKED]
+    narrow = "m8n8" not in mods
+    if narrow:
+        shape = next((p for p in ("m16n16", "m8n16") if p in mods), "") if load else "m16n8"
+        trans = shape != "m8n16"  # the only form that the ISA has of these shapes
+        whole = "b8" in mods and not packed and shape != "m8n16"
+        unpacked = load and "b8x16" in mods and "b8" not in mods and len(packed) == 1
+        if shape not in mods or ("trans" in mods) != trans or "b16" in mods or not (whole or unpacked):
+            raise low.unsupported("this shape with these modifiers")
+        if shape == "m16n16" and count == 4:
+            raise low.unsupported(".x4 of .m16n16")
+        requires(low, 100, f"{ins.op} of elements of 8 bits and fewer")
+        count *= 2 if shape == "m16n16" else 1
+    elif "b16" not in mods or mods & {"b8", "b8x16", "m16n16", "m8n16", "m16n8", *_PACKED}:
+        raise low.unsupported("only .b16 of .m8n8")
+    items = low.vector(registers)
+    if len(items) != count or not count:
+        raise low.unsupported(f"{len(items)} registers where {count} are due")
+    places = [low.target(a, 32) if load else low.operand(a, "b32") for a in items]
     space, own = space_of(low, ins, mem)
     at, off, wide = low.address(mem, "shared" if space == SHARED else "global")
-    low.emit(ins.op, [at, *places], [off, flags_of(32, count, 32, SHARED, own | wide), "trans" in mods], aligned=True)
+    flags = flags_of(32, count, 32, SHARED, own | wide)
+    if narrow:
+        bits = _PACKED[packed[0]] if packed else 8
+        low.emit(f"{ins.op}.b8", [at, *places], [off, flags, int("m8n16" in mods), bits], aligned=True)
+    else:
+        low.emit(ins.op, [at, *places], [off, flags, "trans" in mods], aligned=True)
 
 
 @lowers("movmatrix")

@@ -70,7 +70,14 @@ def tiled_map(
         raise EmulatorError(f"box: got {len(box)} sizes for a tensor of {rank} dimensions")
     boxes = (ctypes.c_uint32 * 5)(*reversed(box))
     return _encode(
-        "_cuTensorMapEncodeTiled", *_head(tensor, swizzle), boxes, _steps(step, rank, 0), 0, _SWIZZLES[swizzle], 0, int(nan_fill)
+        "_cuTensorMapEncodeTiled",
+        *_head(tensor, swizzle),
+        boxes,
+        _steps(step, rank, 0),
+        0,
+        _SWIZZLES[swizzle],
+        0,
+        int(nan_fill),
     )
 
 
@@ -89,7 +96,7 @@ def im2col_map(
     count = 1 if wide else rank - 2
     if rank < 3 or rank > 5 or len(lower) != count or len(upper) != count or len(step or ()) not in (0, rank - 2):
         raise EmulatorError(
-            f"lower, upper, step: got {len(lower)}, {len(upper)}, {len(step or ())} numbers for a tensor of {rank} dimensions in mode {mode}"
+            f"lower, upper, step: got {len(lower)}, {len(upper)}, {len(step or ())} numbers; {rank} dimensions, mode {mode}"
         )
     head, steps = _head(tensor, swizzle), _steps(step, rank, 1)
     tail = (_SWIZZLES[swizzle], 0, int(nan_fill))

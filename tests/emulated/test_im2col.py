@@ -32,7 +32,9 @@ def columns(x: torch.Tensor, filter_: Ints, padding: int, stride: int, dilation:
     return y.permute(order).reshape(*filter_, -1, x.shape[-1])
 
 
-def load(rank: int, at: Ints, offsets: Ints, n: int, *, offset: int = 1024, mode: str = "im2col", cta: str = "cluster") -> str:
+def load(
+    rank: int, at: Ints, offsets: Ints, n: int, *, offset: int = 1024, mode: str = "im2col", cta: str = "cluster"
+) -> str:
     moves = "".join(f"    mov.u16 %h{i + 1}, {o};\n" for i, o in enumerate(offsets))
     names = ", ".join(f"%h{i + 1}" for i in range(len(offsets)))
     return (
@@ -42,7 +44,17 @@ def load(rank: int, at: Ints, offsets: Ints, n: int, *, offset: int = 1024, mode
     )  # fmt: skip
 
 
-def loaded(x: torch.Tensor, raw: bytes, at: Ints, offsets: Ints, rows: int, channels: int, *, offset: int = 1024, **options: Any) -> bytes:
+def loaded(
+    x: torch.Tensor,
+    raw: bytes,
+    at: Ints,
+    offsets: Ints,
+    rows: int,
+    channels: int,
+    *,
+    offset: int = 1024,
+    **options: Any,
+) -> bytes:
     """What a copy leaves in shared memory."""
     n = rows * channels * x.element_size()
     out = torch.zeros(n // 4, dtype=torch.int32)
@@ -80,7 +92,9 @@ def test_columns_of_convolutions(
     upper = [padding - (f - 1) * dilation for f in filter_]
     raw = ptxemu.im2col_map(x, lower, upper, 4, pixels, step=[stride] * spatial)
     want = columns(x, filter_, padding, stride, dilation)
-    counts = [(s + 2 * padding - (f - 1) * dilation - 1) // stride + 1 for s, f in zip(shape[1:-1], filter_, strict=True)]
+    counts = [
+        (s + 2 * padding - (f - 1) * dilation - 1) // stride + 1 for s, f in zip(shape[1:-1], filter_, strict=True)
+    ]
     taps = list(np.ndindex(*filter_))
     for i, tap in enumerate(taps if spatial < 3 else taps[::5]):
         first = (0, int(np.prod(counts)) * 3 // 2)[i % 2]
@@ -118,7 +132,9 @@ def test_channels_and_images_outside() -> None:
     x = values((2, 4, 5, 16), torch.float16)
     for nan in (False, True):
         raw = ptxemu.im2col_map(x, (0, 0), (0, 0), 16, 24, nan_fill=nan)
-        got = torch.frombuffer(bytearray(loaded(x, raw, (-8, 0, 0, -1), (0, 0), 24, 16)), dtype=torch.float16).view(24, 16)
+        got = torch.frombuffer(bytearray(loaded(x, raw, (-8, 0, 0, -1), (0, 0), 24, 16)), dtype=torch.float16).view(
+            24, 16
+        )
         want = torch.full((24, 16), float("nan") if nan else 0.0, dtype=torch.float16)
         want[20:, 8:] = x[0, 0, :4, :8]
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
@@ -187,7 +203,9 @@ def test_stores_without_offsets(shape: tuple[int, ...], at: tuple[int, ...], pix
     want = x.clone().view(-1, shape[-1])
     first = int(np.ravel_multi_index(at[:0:-1], shape[:-1]))
     count = min(pixels, len(want) - first)
-    want[first : first + count, at[0] :] = tile[:count, : 8 - at[0]] + (want[first : first + count, at[0] :] if reduce else 0)
+    want[first : first + count, at[0] :] = tile[:count, : 8 - at[0]] + (
+        want[first : first + count, at[0] :] if reduce else 0
+    )
     assert torch.equal(got.view(-1, shape[-1]), want)
 
 
@@ -195,7 +213,9 @@ def test_strided_stores() -> None:
     """A traversal stride leaves out pixels; the bounding box leaves out a border."""
     x, tile = values((2, 6, 7, 4)), values((8, 4), seed=1)
     raw = ptxemu.im2col_map(x, (1, 1), (-1, -2), 4, 8, step=(1, 2))
-    got = stored(x, tile, raw, "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%d9, {0, 3, 4, 0}], [%r1]")
+    got = stored(
+        x, tile, raw, "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%d9, {0, 3, 4, 0}], [%r1]"
+    )
     want = x.clone()
     places = [(0, 4, 3), (1, 1, 1), (1, 1, 3), (1, 2, 1), (1, 2, 3), (1, 3, 1), (1, 3, 3), (1, 4, 1)]
     for row, place in zip(tile, places, strict=True):
@@ -274,7 +294,10 @@ def test_scattered_rows() -> None:
     x, tile = values((10, 24)), values((4, 16), seed=1)
     raw = ptxemu.tiled_map(x, (1, 16))
     got = stored(
-        x, tile, raw, "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%d9, {12, 7, 3, 12, 0}], [%r1]"
+        x,
+        tile,
+        raw,
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%d9, {12, 7, 3, 12, 0}], [%r1]",
     )
     want = x.clone()
     want[[7, 3, 0], 12:] = tile[[0, 1, 3], :12]
@@ -326,8 +349,9 @@ def test_wrong_im2col_loads() -> None:
         (load(3, (0, 0, 0), (1,), 256), raw, x, ptxemu.MemoryFault, "of 3 dimensions with a tensor map of rank 4"),
         (good, raw, x[:1].clone(), ptxemu.MemoryFault, "out of bounds"),
         (good, ptxemu.tiled_map(x, (1, 2, 4, 8)), x, ptxemu.MemoryFault, "in mode im2col with a tensor map of mode tile"),
-        (good, ptxemu.im2col_map(x, (0, 0), (-5, 0), 8, 8), x, ptxemu.MemoryFault, "bounding box from 0 to -2 of dimension 2 holds nothing"),
-        (good.replace(".im2col.", ".tile.").replace(", {%h1, %h2}", ""), raw, x, ptxemu.MemoryFault, "mode tile with a tensor map of mode im2col"),
+        (good, ptxemu.im2col_map(x, (0, 0), (-5, 0), 8, 8), x, ptxemu.MemoryFault, "from 0 to -2 of dimension 2 holds nothing"),
+        (good.replace(".im2col.", ".tile.").replace(", {%h1, %h2}", ""), raw, x, ptxemu.MemoryFault,
+         "mode tile with a tensor map of mode im2col"),
         (good.replace(", {%h1, %h2}", ""), raw, x, ptxemu.Unsupported, "takes offsets, 2 in braces"),
         (good.replace(".im2col.", ".im2col::w."), raw, x, ptxemu.Unsupported, "needs sm_100a"),
         (good.replace(".im2col.", ".im2col_no_offs."), raw, x, ptxemu.Unsupported, "mode .im2col_no_offs of a load"),
@@ -363,7 +387,10 @@ def test_wrong_wide_loads_and_rows() -> None:
 def test_wrong_stores() -> None:
     x, tile = values((2, 4, 5, 8)), values((8, 8))
     store = "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%d9, {0, 0, 0, 0}], [%r1]"
-    for lower, upper, message in (((-1, 0), (0, 0), "bounding box from -1 to 3 of dimension 2"), ((0, 0), (0, 1), "to 5 of dimension 1")):
+    for lower, upper, message in (
+        ((-1, 0), (0, 0), "bounding box from -1 to 3 of dimension 2"),
+        ((0, 0), (0, 1), "to 5 of dimension 1"),
+    ):
         with pytest.raises(ptxemu.MemoryFault, match=message):
             stored(x, tile, ptxemu.im2col_map(x, lower, upper, 8, 8), store)
     rows = "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%d9, {0, 0, -1, 2, 3}], [%r1]"
@@ -376,7 +403,8 @@ def test_stores_check_what_they_read() -> None:
     x, tile = values((2, 4, 5, 8)), values((8, 8))
     raw = ptxemu.im2col_map(x, (0, 0), (0, 0), 8, 8)
     store = (
-        AT_MAP + copy_in("%r1", "%d1", 128) + "    setp.eq.u32 %p1, %r0, 0;\n    fence.proxy.async.shared::cta;\n    bar.warp.sync 0xffffffff;\n"
+        AT_MAP + copy_in("%r1", "%d1", 128) + "    setp.eq.u32 %p1, %r0, 0;\n"
+        "    fence.proxy.async.shared::cta;\n    bar.warp.sync 0xffffffff;\n"
         "    @%p1 cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%d9, {{0, {}, 3, 1}}], [%r1];\n"
         "    cp.async.bulk.commit_group;\n    cp.async.bulk.wait_group 0;\n"
     )  # fmt: skip
@@ -397,7 +425,14 @@ def test_kernels_do_not_change_maps_of_im2col() -> None:
 
 def test_maps_out_of_range() -> None:
     x = values((2, 4, 5, 8))
-    for change in (dict(channels=3, swizzle=7), dict(pixels=1025), dict(lower=(-129, 0)), dict(upper=(0, 128)), dict(lower=(0,)), dict(channels=0)):
+    for change in (
+        dict(channels=3, swizzle=7),
+        dict(pixels=1025),
+        dict(lower=(-129, 0)),
+        dict(upper=(0, 128)),
+        dict(lower=(0,)),
+        dict(channels=0),
+    ):
         args: dict[str, Any] = dict(lower=(0, 0), upper=(0, 0), channels=8, pixels=8) | change
         with pytest.raises(ptxemu.EmulatorError):
             ptxemu.im2col_map(x, **args)

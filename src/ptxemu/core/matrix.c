@@ -1,4 +1,4 @@
-/* Matrices of 8x8 16-bit elements between shared memory and a warp's registers, and addresses in a cluster
+/* Matrices of 8x8 16-bit elements, or of 16 rows or columns of 8 bits and fewer, between shared memory and a warp's registers, and addresses in a cluster
  * (PTX ISA: "Warp Level Matrix Instructions": ldmatrix, stmatrix, movmatrix; "Data Movement": mapa, getctarank). */
 #include "memory.h"
 
@@ -66,6 +66,84 @@ static int stmatrix(Warp *w, const Ins *ins, uint32_t m)
     return NEXT;
 }
 
+/* ---- elements of 8 bits and fewer ------------------------------------------------------------------------------------------------------ */
+enum { M16N16, M8N16 }; /* imm[2] of ldmatrix.b8 */
+
+/* Element e of a row of 16 bytes with 16 elements of so many bits at its start (.b4x16_p64, .b6x16_p32), padded with zeros above. */
+static uint32_t element_of(const uint8_t *row, uint32_t e, uint32_t bits)
+{
+    const uint32_t at = e * bits, two = row[at / 8] | (uint32_t)row[at / 8 + (at / 8 < 15)] << 8;
+    return two >> at % 8 & ((1u << bits) - 1);
+}
+
+/* What lane l has in register r: four columns of a row, or four rows of a column where the matrix is transposed. */
+static uint32_t fragment_b8(const uint8_t *matrix, uint32_t l, uint32_t r, int shape, uint32_t bits)
+{
+    uint32_t value = 0;
+    for (uint32_t b = 0; b < 4; b++) {
+        const uint32_t i = l / 4, j = 4 * (l % 4) + b;
+        const uint32_t e = shape == M16N16 ? element_of(matrix + 16 * j, i + 8 * r, bits) : element_of(matrix + 16 * i, j, bits);
+        value |= e << 8 * b;
+    }
+    return value;
+}
+
+/* ldmatrix.m16n16, .m8n16: operands a, d.... imm[1]: as of ldmatrix, its count is of registers; imm[2]: shape; imm[3]: bits of an element. */
+static int ldmatrix_b8(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)m;
+    const int n = ACC_COUNT(ins->imm[1]), shape = ins->imm[2], each = shape == M16N16 ? 2 : 1;
+    const uint32_t bits = ins->imm[3];
+    uint64_t addr[LANES];
+    uint8_t matrix[LANES * 16];
+    lane_addresses(w, ins->arg[0], ins->imm[0], ins->imm[1] & ACC_WIDE, addr);
+    Unwritten u;
+    u.any = 0;
+    shared_gather(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, matrix, &u);
+    for (int j = 0; j < n; j++) {
+        const int first = j / each * each * 8 * 16; /* its matrix's rows */
+        uint32_t *d = operand(w, ins->arg[1 + j]);
+        for (uint32_t i = 0; i < LANES; i++)
+            d[i] = fragment_b8(matrix + first, i, j % each, shape, bits);
+        uint32_t shadow[LANES];
+        for (uint32_t i = 0; u.any && i < LANES; i++)
+            shadow[i] = fragment_b8(u.bits + first, i, j % each, shape, bits);
+        if (u.any || w->undefined)
+            undefined_set(w, ins->arg[1 + j], 4, FULL, u.any ? shadow : NULL, u.origin);
+    }
+    return NEXT;
+}
+
+/* Lane l's four elements of a matrix of 16x8, which lies transposed in 8 rows. */
+static void set_fragment_b8(uint8_t *matrix, uint32_t l, uint32_t value)
+{
+    for (uint32_t b = 0; b < 4; b++)
+        matrix[16 * (2 * (l % 4) + (b & 1)) + l / 4 + 8 * (b >> 1)] = (uint8_t)(value >> 8 * b);
+}
+
+/* stmatrix.m16n8.trans.b8: operands a, b...; imm as of stmatrix. */
+static int stmatrix_b8(Warp *w, const Ins *ins, uint32_t m)
+{
+    (void)m;
+    const int n = ACC_COUNT(ins->imm[1]);
+    uint64_t addr[LANES];
+    uint8_t matrix[4 * 128], undefined[4 * 128] = {0};
+    int any = 0;
+    lane_addresses(w, ins->arg[0], ins->imm[0], ins->imm[1] & ACC_WIDE, addr);
+    for (int j = 0; j < n; j++) {
+        const uint32_t *s = operand(w, ins->arg[1 + j]);
+        const uint32_t *shadow = w->undefined ? (const uint32_t *)undefined_bits(w, ins->arg[1 + j]) : NULL;
+        for (uint32_t i = 0; i < LANES; i++) {
+            set_fragment_b8(matrix + 128 * j, i, s[i]);
+            if (shadow)
+                set_fragment_b8(undefined + 128 * j, i, shadow[i]);
+        }
+        any |= shadow != NULL;
+    }
+    shared_scatter(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, matrix, any ? undefined : NULL);
+    return NEXT;
+}
+
 /* movmatrix d, a: the transpose of a matrix in registers. */
 static int movmatrix(Warp *w, const Ins *ins, uint32_t m)
 {
@@ -114,6 +192,7 @@ static int getctarank(Warp *w, const Ins *ins, uint32_t m)
 }
 
 static const Entry matrices[] = {
-    {"ldmatrix", ldmatrix}, {"stmatrix", stmatrix}, {"movmatrix", movmatrix}, {"mapa", mapa}, {"getctarank", getctarank},
+    {"ldmatrix", ldmatrix}, {"stmatrix", stmatrix}, {"ldmatrix.b8", ldmatrix_b8}, {"stmatrix.b8", stmatrix_b8}, {"movmatrix", movmatrix},
+    {"mapa", mapa}, {"getctarank", getctarank},
 };
 REGISTER(matrices)

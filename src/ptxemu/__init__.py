@@ -24,6 +24,7 @@ from .errors import (
 )
 from .launch import Launched, Options, emulate, run, run_ptx
 from .maps import im2col_map, tiled_map
+from .textures import Texture, surface, texture
 
 __all__ = [
     "BarrierFault",
@@ -35,6 +36,7 @@ __all__ = [
     "ProxyFault",
     "RaceFault",
     "TensorFault",
+    "Texture",
     "Unsupported",
     "WgmmaFault",
     "emulate",
@@ -42,5 +44,7 @@ __all__ = [
     "run",
     "run_ptx",
     "setup",
+    "surface",
+    "texture",
     "tiled_map",
 ]

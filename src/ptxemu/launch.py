@@ -17,6 +17,7 @@ from .build import core
 from .errors import BY_NUMBER, EmulatorError, Unsupported
 from .lower import CProgram, Lowered, lower
 from .ptx import parse
+from .textures import Texture, textures_in
 
 MAX_SHARED = 232_448
 """Bytes of dynamic shared memory that a CTA may ask for on sm_90 and sm_100."""
@@ -34,7 +35,8 @@ class CLaunch(ctypes.Structure):
     _fields_ = (
         ("program", ctypes.POINTER(CProgram)), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
         ("cluster", ctypes.c_uint32 * 3), ("dynamic_shared", ctypes.c_uint32), ("params", ctypes.c_void_p),
-        ("range", ctypes.POINTER(CRange)), ("n_range", ctypes.c_int32), ("seed", ctypes.c_uint64),
+        ("range", ctypes.POINTER(CRange)), ("n_range", ctypes.c_int32), ("n_texture", ctypes.c_int32), ("texture", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64),
         ("eager", ctypes.c_int32), ("shuffle", ctypes.c_int32), ("workers", ctypes.c_int32), ("quantum", ctypes.c_int32),
         ("limit", ctypes.c_uint64), ("races", ctypes.c_int32), ("loads_end_by_use", ctypes.c_int32),
         ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
@@ -89,8 +91,12 @@ class _Memory:
     """The global memory that a launch may touch: the storages of tensors."""
 
     ranges: list[tuple[int, int, str]] = field(default_factory=list)
+    textures: list[Texture] = field(default_factory=list)
 
     def add(self, tensors: Any, name: str = "tensor") -> None:
+        for t in textures_in(tensors):
+            self.textures.append(t)
+            self.add([t.tensor], "surface" if t.description.surface else "texture")
         for i, t in enumerate(dsl.tensors_in(tensors)):
             storage = t.untyped_storage()
             if storage.nbytes():
@@ -161,10 +167,13 @@ def _execute(
         )
     own = [(v.address, v.address + len(v.initial), f"variable {v.name}") for v in kernel.variables.values()]
     ranges, count = _Memory(memory.ranges + own).array()
+    handles = [t.handle for t in memory.textures]
+    textures = (ctypes.c_uint64 * max(len(handles), 1))(*handles)
     padded = ctypes.create_string_buffer(params, max(len(params), 8) + 64)
     launch = CLaunch(
         program=ctypes.pointer(lowered.program), grid=tuple(grid), block=tuple(block), cluster=tuple(cluster),
-        dynamic_shared=shared, params=ctypes.addressof(padded), range=ranges, n_range=count, seed=options.seed,
+        dynamic_shared=shared, params=ctypes.addressof(padded), range=ranges, n_range=count,
+        n_texture=len(handles), texture=ctypes.addressof(textures), seed=options.seed,
         eager=options.eager, shuffle=options.shuffle, workers=options.workers or os.cpu_count() or 1,
         quantum=options.quantum, limit=options.limit, races=options.races,
         loads_end_by_use=options.loads_end_by_use,
@@ -205,12 +214,13 @@ def run_ptx(
 ) -> Launched:  # fmt: skip
     """Launch a kernel of a PTX text.
 
-    args: CPU tensors (their pointers are passed, their storages may be touched), bytes, or numbers (packed to the parameter's size).
-    shared: dynamic shared memory in bytes. tensors: further tensors that the kernel may touch. options: see `Options`.
+    args: CPU tensors (their pointers are passed, their storages may be touched), textures and surfaces (their handles), bytes, or numbers
+    (packed to the parameter's size). shared: dynamic shared memory in bytes. tensors: further tensors and textures that the kernel may
+    touch. options: see `Options`.
     """
     grid, block, cluster = ((*x, 1, 1)[:3] for x in (grid, block, cluster))
     memory = _Memory()
-    memory.add([a for a in args if dsl.is_tensor(a)], "argument")
+    memory.add([a for a in args if dsl.is_tensor(a) or isinstance(a, Texture)], "argument")
     memory.add(tensors)
     kernel = _program(text, name).kernel
     params = bytearray(kernel.param_size)
@@ -253,6 +263,8 @@ def _packed(a: Any, size: int) -> bytes:
     if dsl.is_tensor(a):
         dsl.check_cpu(a)
         return int(a.data_ptr()).to_bytes(8, "little")
+    if isinstance(a, Texture):
+        return a.handle.to_bytes(8, "little")
     if isinstance(a, bytes | bytearray):
         return bytes(a).ljust(size, b"\0")
     if isinstance(a, float):

@@ -376,7 +376,7 @@ def _held(kernel: Kernel) -> list[Reg]:
 
 def lower(kernel: Kernel, arch: int) -> Lowered:
     """Translate a parsed kernel for the core."""
-    for family in ("alu", "async", "flow", "memory", "mma", "tensor"):
+    for family in ("alu", "async", "flow", "memory", "mma", "tensor", "texture"):
         importlib.import_module(f".lower_{family}", __package__)
 
     low = Lowering(kernel, arch)

@@ -26,7 +26,7 @@ _RULE_OF = [
 
 _CONTROL = re.compile(
     r"ld\.param|createpolicy|elect|activemask|clock|nothing|yield|trap|printf|assertion|fence.*|bar.*|mbarrier.*|setmaxnreg|mapa|getctarank|st\..*|red\..*"
-    r"|atom.*|cp\..*|tensor\..*|tensormap\..*|group\..*|tcgen05\..*|wgmma\..*"
+    r"|atom.*|tex|txq|su(ld|st|red)|cp\..*|tensor\..*|tensormap\..*|group\..*|tcgen05\..*|wgmma\..*"
 )
 """Functions whose sources all must be defined, but for those of `_data`."""
 
@@ -53,6 +53,8 @@ def _written(fn: str, n: int, imm: Sequence[int]) -> set[int]:
         return set(range(1, n))
     if fn == "ld.param":
         return set(range(n))
+    if fn in ("tex", "suld"):
+        return set(range(imm[2]))
     if fn.startswith("atom"):
         return {1} if fn == "atom.b128" else set(range(1, 1 + (imm[1] >> 12 & 15)))
     if fn.startswith("mma.sync"):
@@ -65,7 +67,16 @@ def _written(fn: str, n: int, imm: Sequence[int]) -> set[int]:
         return {0, 3}
     if fn.startswith("mad.carry."):
         return {0, 4}
-    if fn in ("mbarrier.arrive", "mbarrier.wait", "ld.param", "createpolicy", "activemask", "mapa", "getctarank"):
+    if fn in (
+        "mbarrier.arrive",
+        "mbarrier.wait",
+        "ld.param",
+        "createpolicy",
+        "activemask",
+        "mapa",
+        "getctarank",
+        "txq",
+    ):
         return {0}
     if fn in ("st", "stmatrix", "stmatrix.b8", "tcgen05.st", "wgmma.mma_async") or _control(fn):
         return set()

@@ -183,6 +183,8 @@ class _Scope:
         return None
 
 
+_OPAQUE = ("texref", "samplerref", "surfref")
+_REFERENCE = " (textures and surfaces are taken by handle only, a .u64 parameter: see ptxemu.texture)"
 _LABEL = re.compile(r"([\w$%.]+)\s*:(?!:)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(\(|\{|\.)")
 _FUNCTION = re.compile(r"\.func\s*(\([^)]*\))?\s*([\w$]+)\s*(\([^)]*\))?\s*(?:\.\w+\s*)*([;{])")
@@ -247,6 +249,8 @@ def _operand(scope: _Scope, a: str, label: bool = False) -> Operand:
         return Sym(a)
     if a == "_":
         return SINK
+    if m := re.match(r"(\{[^}]*\})\s*\|(.+)$", a):
+        return Pair(_operand(scope, m[1]), _operand(scope, m[2]))
     if a.startswith("{"):
         return Vec(tuple(_operand(scope, x) for x in _split(a[1:-1])))
     if a.startswith("["):
@@ -451,6 +455,8 @@ def _initial(type_: str, count: int, value: str | None, name: str) -> bytes:
 def _variables(text: str) -> dict[str, Variable]:
     found: dict[str, Variable] = {}
     for alignment, type_, name, sizes, value in _MODULE.findall(text):
+        if type_ in _OPAQUE:
+            raise Unsupported(f"variable {name}: .{type_}{_REFERENCE}")
         if type_ not in WIDTH or int(alignment or 1) > 256:
             raise Unsupported(f"variable {name}: .{type_}, alignment {alignment}")
         count = 1
@@ -465,8 +471,8 @@ def _params(kernel: Kernel, s: str) -> None:
     offset = 0
     for p in _split(s):
         m = _PARAM.match(" ".join(p.split()))
-        if not m:
-            raise Unsupported(f"parameter {p!r}")
+        if not m or m[2] not in WIDTH:
+            raise Unsupported(f"parameter {p!r}" + (_REFERENCE if m and m[2] in _OPAQUE else ""))
         size = WIDTH[m[2]] // 8 * int(m[4] or 1)
         alignment = int(m[1] or WIDTH[m[2]] // 8)
         offset = _aligned(offset, alignment)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import ptxemu
-from ptxemu import build, launch, lower
+from ptxemu import build, launch, lower, textures
 
 
 def test_python_and_c_agree_on_structures() -> None:
     core = build.core()
-    structures = (lower.CIns, lower.CProgram, launch.CLaunch, launch.CRange)
-    assert [core.emu_sizeof(i) for i in range(4)] == [ctypes.sizeof(s) for s in structures]
+    structures = (lower.CIns, lower.CProgram, launch.CLaunch, launch.CRange, textures.CTexture)
+    assert [core.emu_sizeof(i) for i in range(5)] == [ctypes.sizeof(s) for s in structures]
 
 
 def test_every_function_of_the_core_has_a_name_of_its_own() -> None:

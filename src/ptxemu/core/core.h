@@ -229,6 +229,16 @@ struct Cluster {
 /* Ranges of global memory that the kernel may touch. */
 typedef struct { uint64_t lo, hi; const char *name; } Range;
 
+/* A texture or surface; its handle is its address (see texture.c). */
+typedef struct Texture {
+    uint64_t base, pitch, slice; /* bytes from line to line, and from layer, or depth, to the next */
+    uint32_t size[3], layers;    /* texels along each dimension that it has; 0: no array */
+    uint32_t channels, bytes;    /* of a texel; bytes of each */
+    int32_t kind, dims, surface, linear, normalized, fractions; /* fractions: integers are read as parts of their largest */
+    int32_t address[3];
+    float border[4];
+} Texture;
+
 struct Launch {
     const Program *program;
     uint32_t grid[3], block[3], cluster[3];
@@ -236,6 +246,8 @@ struct Launch {
     const uint8_t *params;
     const Range *range;
     int32_t n_range;
+    int32_t n_texture;
+    const Texture *const *texture;
     uint64_t seed;
     int32_t eager;            /* complete asynchronous operations when they are issued */
     int32_t shuffle;          /* visit warps in random order */

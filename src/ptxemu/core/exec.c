@@ -45,7 +45,11 @@ uintptr_t emu_lookup(const char *name)
 
 size_t emu_count(void) { return n_entries; }
 const char *emu_name(size_t i) { return i < n_entries ? entries[i].name : 0; }
-size_t emu_sizeof(int what) { return what == 0 ? sizeof(Ins) : what == 1 ? sizeof(Program) : what == 2 ? sizeof(Launch) : sizeof(Range); }
+size_t emu_sizeof(int what)
+{
+    static const size_t sizes[] = {sizeof(Ins), sizeof(Program), sizeof(Launch), sizeof(Range), sizeof(Texture)};
+    return sizes[what];
+}
 
 uint64_t random_u64(Cluster *c)
 {

@@ -39,7 +39,7 @@ class CLaunch(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("eager", ctypes.c_int32), ("shuffle", ctypes.c_int32), ("workers", ctypes.c_int32), ("quantum", ctypes.c_int32),
         ("limit", ctypes.c_uint64), ("races", ctypes.c_int32), ("loads_end_by_use", ctypes.c_int32),
-        ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
+        ("warp_races", ctypes.c_int32), ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
         ("error_cta", ctypes.c_uint32 * 3), ("error_warp", ctypes.c_int32), ("message", ctypes.c_char * 4096),
         ("notes", ctypes.c_char * 4096), ("instructions", ctypes.c_uint64), ("next_cluster", ctypes.c_uint32),
         ("progress", ctypes.c_uint64), ("race", ctypes.c_void_p),
@@ -57,6 +57,8 @@ class Options:
     quantum: instructions that a warp runs before another has its turn.
     limit: instructions without progress after which a launch counts as stuck.
     races: look for accesses of global memory that nothing orders.
+    warp_races: look for accesses of shared memory by lanes of one warp that nothing orders: a lane may touch what another one wrote or
+        read only past a bar.warp.sync of both, or past what its warp acquires (a barrier, an mbarrier).
     loads_end_by_use: a tcgen05.ld is over where its registers are used, also for the order of memory accesses, which the PTX ISA
         does not promise without tcgen05.wait::ld.
     edit: a change of the PTX text before it runs; it must change something.
@@ -69,6 +71,7 @@ class Options:
     quantum: int = 2000
     limit: int = 20_000_000
     races: bool = True
+    warp_races: bool = False
     loads_end_by_use: bool = False
     edit: Callable[[str], str] | None = None
 
@@ -176,7 +179,7 @@ def _execute(
         n_texture=len(handles), texture=ctypes.addressof(textures), seed=options.seed,
         eager=options.eager, shuffle=options.shuffle, workers=options.workers or os.cpu_count() or 1,
         quantum=options.quantum, limit=options.limit, races=options.races,
-        loads_end_by_use=options.loads_end_by_use,
+        loads_end_by_use=options.loads_end_by_use, warp_races=options.warp_races,
     )  # fmt: skip
     start = time.perf_counter()
     core().emu_launch(ctypes.byref(launch))

@@ -195,6 +195,7 @@ static int finish(Warp *w, Copy *r, int read)
         return 1;
     }
     /* cp.async writes through the generic proxy: from here on it is as if the waiting threads had written. */
+    FOR_LANES(i, w->lanes ? r->mask : 0) lanes_mark(w, 1u << i, r->off[i], r->size, 1);
     FOR_LANES(i, r->mask) for (uint32_t at = r->off[i]; at < r->off[i] + r->size; at++)
         if (c->shared.writer[at] == r->epoch)
             c->shared.writer[at] = now;

@@ -134,6 +134,7 @@ struct Warp {
     struct WgState *wg;  /* wgmma: see wgmma.c */
     struct CpState *cp;  /* cp.async and bulk groups: see async.c */
     uint32_t *fenced;    /* its vector at its last fence, and ... */
+    struct Lanes *lanes; /* order between its lanes: see lanes.c; NULL: not looked for */
     uint32_t *observed;  /* what relaxed reads saw since then: see sync.c; NULL: none */
     struct Undefined *undefined; /* bits of its registers that were never written: see defined.c; NULL: none were read */
     uint64_t retired;    /* instructions executed */
@@ -149,6 +150,7 @@ typedef struct {
     uint32_t *reader;    /* per 4-byte word and clock component but copies': a warp's clock at its last read, a warpgroup's last wgmma */
     uint16_t *locks;     /* per 16 bytes: asynchronous reads in flight */
     uint8_t *strong;     /* per byte: the last write was a strong one; NULL: none was */
+    struct Touched *lane_writer, *lane_reader; /* per byte, per word: see lanes.c; NULL: not looked for */
 } Shared;
 
 /* A write's epoch: who (1 + warp in the cluster; ASYNC_WHO for copies) and that clock component's value then. */
@@ -256,6 +258,7 @@ struct Launch {
     uint64_t limit;           /* instructions without anything happening before a cluster counts as stuck */
     int32_t races;            /* look for races in global memory */
     int32_t loads_end_by_use; /* a tcgen05.ld is complete where its registers are used */
+    int32_t warp_races;       /* look for races between lanes of a warp in shared memory */
     /* results */
     volatile int32_t error;   /* ERR_* of the first fault */
     int32_t error_line;       /* PTX line, or 0 */
@@ -326,6 +329,11 @@ size_t undefined_report(const Warp *w, char *out, size_t n);  /* the warp's firs
 struct Races *race_new(void);
 void race_free(struct Races *r);
 void race_forget(Cluster *c);
+
+/* lanes.c */
+void lanes_init(Cta *c);
+void lanes_free(Cta *c);
+void lanes_join(Warp *w, uint32_t into, uint32_t from);
 
 /* sync.c */
 void memory_fence(Warp *w);

@@ -111,7 +111,13 @@ void clock_release(Warp *w, uint32_t *into)
         fault(w, ERR_EMU, "a warp released more often than the emulator counts");
 }
 
-void clock_acquire(Warp *w, const uint32_t *from) { clock_join(w->cta->cluster, w->vc, from); }
+void clock_acquire(Warp *w, const uint32_t *from)
+{
+    clock_join(w->cta->cluster, w->vc, from);
+    if (w->lanes) /* whatever lane released it */
+        lanes_join(w, w->frag[w->cur].mask, FULL);
+}
+
 uint32_t clock_epoch(const Warp *w) { return EPOCH(w->gid + 1, w->vc[w->gid]); }
 uint32_t copy_epoch(Cluster *c) { return EPOCH(c->n_clock, ++c->copies); }
 

@@ -29,6 +29,8 @@ static int ldmatrix(Warp *w, const Ins *ins, uint32_t m)
     Unwritten u;
     u.any = 0;
     shared_gather(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (uint8_t *)matrix, &u);
+    if (w->lanes)
+        lanes_access(w, rows(n), addr, 16, NULL, 1);
     for (int j = 0; j < n; j++) {
         uint32_t *d = operand(w, ins->arg[1 + j]);
         for (uint32_t i = 0; i < LANES; i++)
@@ -62,6 +64,8 @@ static int stmatrix(Warp *w, const Ins *ins, uint32_t m)
             set_fragment(undefined + 64 * j, i, transposed, s[i]);
         any |= s != NULL;
     }
+    if (w->lanes)
+        lanes_access(w, rows(n), addr, 16, (const uint8_t *)matrix, 1);
     shared_scatter(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, (const uint8_t *)matrix, any ? (const uint8_t *)undefined : NULL);
     return NEXT;
 }
@@ -100,6 +104,8 @@ static int ldmatrix_b8(Warp *w, const Ins *ins, uint32_t m)
     Unwritten u;
     u.any = 0;
     shared_gather(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, matrix, &u);
+    if (w->lanes)
+        lanes_access(w, rows(n), addr, 16, NULL, 1);
     for (int j = 0; j < n; j++) {
         const int first = j / each * each * 8 * 16; /* its matrix's rows */
         uint32_t *d = operand(w, ins->arg[1 + j]);
@@ -140,6 +146,8 @@ static int stmatrix_b8(Warp *w, const Ins *ins, uint32_t m)
         }
         any |= shadow != NULL;
     }
+    if (w->lanes)
+        lanes_access(w, rows(n), addr, 16, matrix, 1);
     shared_scatter(w, rows(n), addr, 16, 16, (ins->imm[1] & ACC_OWN) != 0, matrix, any ? undefined : NULL);
     return NEXT;
 }

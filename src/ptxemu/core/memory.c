@@ -270,6 +270,8 @@ static void gather(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_t
             strong_gather(w, m, addr, space, flags, out, u);
         else
             shared_gather(w, m, addr, bytes, bytes, (flags & ACC_OWN) != 0, out, u);
+        if (w->lanes && !(flags & ACC_STRONG))
+            lanes_access(w, m, addr, bytes, NULL, 0);
         return;
     case SPACE_GLOBAL:
         global_check_lanes(w, m, addr, bytes, bytes, "load");
@@ -313,6 +315,8 @@ static void scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_
     const uint32_t bytes = ACC_ELEMENT(flags) * ACC_COUNT(flags);
     switch (space) {
     case SPACE_SHARED:
+        if (w->lanes && !(flags & ACC_STRONG))
+            lanes_access(w, m, addr, bytes, in, 0);
         if (flags & ACC_STRONG)
             strong_scatter(w, m, addr, space, flags, in, undefined);
         else

@@ -71,6 +71,10 @@ void shared_gather(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, ui
 /* undefined: NULL, or the shadow of `in`. */
 void shared_scatter(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, uint32_t align, int own, const uint8_t *in, const uint8_t *undefined);
 
+/* lanes.c, where a warp's `lanes` is not NULL */
+void lanes_access(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, const uint8_t *in, int together);
+void lanes_mark(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, int write);
+
 /* atomic.c */
 uint64_t reduce(int op, int type, uint64_t old, uint64_t b, uint64_t c); /* the new value */
 uint64_t global_reduce(void *at, int op, int type, uint64_t b, uint64_t c); /* atomically; returns the old value */

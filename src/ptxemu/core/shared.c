@@ -20,6 +20,7 @@ void shared_init(Cta *c, uint32_t bytes)
     s->writer = emu_alloc(n * sizeof *s->writer);
     s->reader = emu_alloc(n / 4 * (c->cluster->n_clock - 1) * sizeof *s->reader);
     s->locks = emu_alloc(n / 16 * sizeof *s->locks);
+    lanes_init(c);
 }
 
 void shared_free(Cta *c)
@@ -30,6 +31,7 @@ void shared_free(Cta *c)
     free(c->shared.reader);
     free(c->shared.locks);
     free(c->shared.strong);
+    lanes_free(c);
 }
 
 uint32_t shared_offset(Warp *w, uint32_t addr, uint32_t bytes, uint32_t align, Cta **cta)

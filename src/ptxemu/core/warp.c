@@ -195,6 +195,8 @@ static int fence_proxy_async(Warp *w, const Ins *ins, uint32_t m)
 static int warp_sync(Warp *w, const Ins *ins, uint32_t m)
 {
     check_members(w, ins->arg[0], m, "bar.warp.sync");
+    if (w->lanes)
+        lanes_join(w, m, m);
     return NEXT;
 }
 

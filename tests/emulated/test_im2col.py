@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from memory_ptx import INIT, copy_in, copy_out, expect, run, wait
 from test_tma import AT_MAP, MAP, MEET, RANK, coordinates, swizzle_of
 
 import ptxemu
+from ptxemu import launch
 
 Ints = Sequence[int]
 
@@ -170,6 +172,31 @@ def test_im2col_multicast() -> None:
         run(body, [x, out, raw], grid=2, cluster=2, shared=2048, extra=MAP, seed=seed)
         for rank in range(2):
             assert out[rank, :192].numpy().tobytes() == raw_bytes(want)
+
+
+# ---- maps of the CuTe DSL ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("shape", "lower", "upper", "step"), [
+    ((2, 9, 64), (-1,), (-2,), (2,)), ((2, 8, 9, 64), (-2, -1), (-4, -3), (1, 2)), ((2, 7, 8, 9, 64), (-3, 0, -1), (-3, -2, -1), (3, 1, 2)),
+])  # fmt: skip
+def test_the_dsl_makes_the_same_maps(
+    shape: tuple[int, ...], lower: Ints, upper: Ints, step: Ints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but what concerns the L2 cache."""
+    x = values(shape, torch.float16)
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        pytest.skip("the CuTe DSL is not installed: pip install 'deltafuse[emulator]'")
+    ptxemu.setup("sm_90a")
+    from im2col_dsl import compiled
+
+    function, argument = compiled(x, lower, upper, step)
+    seen: list[bytes] = []
+    monkeypatch.setattr(launch, "_execute", lambda *args: seen.append(args[6]))
+    ptxemu.run(function, argument)
+    got, want = (np.frombuffer(raw[:64], np.uint32).copy() for raw in (
+        seen[0], ptxemu.im2col_map(x, lower, upper, 32, 64, step=step, swizzle=64),
+    ))  # fmt: skip
+    got[2] &= ~np.uint32(3 << 17)
+    assert got.tolist() == want.tolist()
 
 
 # ---- stores --------------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory_ptx import copy_out, run
+from memory_ptx import EMULATOR_ONLY, copy_out, run
 
 import ptxemu
 
@@ -25,7 +25,8 @@ def launch(
     body: str, *, threads: int = 32, head: str = "", warp_races: bool = True, arch: str = "sm_90a"
 ) -> torch.Tensor:
     out = torch.zeros(threads, dtype=torch.int32)
-    run(head + PLACES + body, [out], threads=threads, shared=1024, warp_races=warp_races, arch=arch)
+    only = "" if warp_races else EMULATOR_ONLY
+    run(head + PLACES + body, [out], threads=threads, shared=1024, warp_races=warp_races, arch=arch, head=only)
     return out
 
 

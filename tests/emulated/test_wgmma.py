@@ -457,9 +457,13 @@ def test_a_wait_covers_the_whole_warpgroup() -> None:
 @pytest.mark.parametrize("use", ["mov.b32 %r1, %d7;", "mov.b32 %d0, 0;"])
 def test_registers_need_each_warps_own_wait(use: str) -> None:
     """Warps 1 to 3 wait, then all meet: warp 0's accumulators are still in flight."""
-    others = f"setp.lt.u32 %p3, %thread, 32;\n@%p3 bra MEET;\nwgmma.wait_group.sync.aligned 0;\nMEET:\nbar.sync 0;\n{use}\n"
+    others = (
+        f"setp.lt.u32 %p3, %thread, 32;\n@%p3 bra MEET;\nwgmma.wait_group.sync.aligned 0;\nMEET:\nbar.sync 0;\n{use}\n"
+    )
     faulty(
-        body_of(FENCE, MMA, COMMIT, others, WAIT), ptxemu.WgmmaFault, "an accumulator is used while a wgmma is in flight"
+        body_of(FENCE, MMA, COMMIT, others, WAIT),
+        ptxemu.WgmmaFault,
+        "an accumulator is used while a wgmma is in flight",
     )
     run(Case(n=16), body_of(FENCE, MMA, COMMIT, others.replace("@%p3 bra MEET;\n", ""), WAIT))
 

@@ -268,8 +268,8 @@ def test_bad_launches_and_unknown_instructions() -> None:
         ptxemu.run_ptx(text, "other", (1,), (32,), [out])
     with pytest.raises(ptxemu.EmulatorError, match="meta"):
         ptxemu.run_ptx(text, "k", (1,), (32,), [torch.zeros(4, device="meta")])
-    with pytest.raises(ptxemu.Unsupported, match=r"PTX line \d+: tex\.1d"):
-        run("tex.1d.v4.f32.s32 {%r0, %r1, %r2, %r3}, [%rd1, {%r4}];")
+    with pytest.raises(ptxemu.Unsupported, match=r"PTX line \d+: frobnicate"):
+        run("frobnicate.u32 %r1, %r1;")
     with pytest.raises(ptxemu.Unsupported, match=r"modifier \.wide"):
         run("elect.wide %r1|%p1, -1;")
     with pytest.raises(ValueError, match="unchanged"):

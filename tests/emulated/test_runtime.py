@@ -36,7 +36,7 @@ class Loaded:
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads a toy from disk, a compilation before."""
     ptxemu.setup("sm_90a")
-    ctypes.CDLL(str(dsl._shim()), ctypes.RTLD_GLOBAL)  # its CUDA calls go before those of the DSL's runtime library
+    ctypes.CDLL(str(dsl.shim()), ctypes.RTLD_GLOBAL)  # its CUDA calls go before those of the DSL's runtime library
     monkeypatch.setenv("DELTAFUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("DELTAFUSE_AOT_DIR", raising=False)
     toy.install()

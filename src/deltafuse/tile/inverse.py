@@ -6,7 +6,8 @@
 The second step's products take the tensor cores with operands split in two tf32 numbers (`mma_3xtf32`), so that they are as good as fp32's
 where elements of the inverse are large (|beta| up to 2, keys without norm).
 
-Both matrices are fp32 with rows `STRIDE` floats apart: two columns of a row are one vector, and B fragments touch every bank once.
+Both matrices are fp32, at distances in which A and C fragments (two columns of a row are one vector) and B fragments touch every bank once:
+rows are 72 floats apart, and 8 more between the fourth and the fifth of 8 rows.
 Contractions run in the order that lets accumulators pass for A fragments: slot t of a tf32 step is column 2t, slot t + 4 column 2t + 1.
 """
 
@@ -21,13 +22,13 @@ from cutlass import Float32
 from .mma import mma_3xtf32, split_tf32
 from .ptx import fma, load_shared, select, store_shared
 
-STRIDE = 68
+STRIDE = 72
 BYTES = 64 * STRIDE * 4
 
 
 def at(row, column):
-    """Offset in bytes."""
-    return (row * STRIDE + column) * 4
+    """Offset in bytes. Offsets of rows add up where one of them is a multiple of 8."""
+    return (row * STRIDE + (row >> 2 & 1) * 8 + column) * 4
 
 
 @cute.jit

@@ -686,17 +686,13 @@ class KdaPrepare(ExactRows):
 
     def write_inverse(self, image, sAll, rows, warp, lane):
         """M' = M diag(beta) and, where wanted, M, 8 rows a warp; zeros to the right of their block and behind the end."""
-        vector = lane % 8
-        valid = Int32(vector // 2 <= warp // 2)
-        beta = self.vector(sAll + self.at_beta + vector * 32)
-        for i in range(0, 8, 4):
-            row = 8 * warp + i + lane // 8
-            m = [
-                x
-                for u in range(2)
-                for x in load_shared_if(sAll + self.at_m + inverse.at(row, 8 * vector), 16 * u, 4, valid, Float32)
-            ]
-            to = image + Int64(panel.vector_offset(row, vector))
+        column = lane % 16 * 4
+        valid = Int32(column // 16 <= warp // 2)
+        beta = load_shared(sAll + self.at_beta + column * 4, 0, 4)
+        for i in range(0, 8, 2):
+            row = 8 * warp + i + lane // 16
+            m = load_shared_if(sAll + self.at_m + inverse.at(row, column), 0, 4, valid, Float32)
+            to = image + Int64(panel.vector_offset(row, column // 8) + lane % 2 * 8)
             store_global(to, 0, self.packed([a * b for a, b in zip(m, beta, strict=True)]))
             if self.config.inverse:
                 # Behind the end L is 0 and beta too, but the inverse has ones on its diagonal.

@@ -130,7 +130,8 @@ class KdaPrepare(ExactRows):
         self.at_m = inverse.BYTES
         self.at_t = 2 * inverse.BYTES
         self.at_norms = self.at_t + 4 * self.K * 4
-        self.at_tables = self.at_norms + CHUNK * 16
+        # Sums that a block's warps exchange are 6 KiB.
+        self.at_tables = self.at_t + max(4 * self.K * 4 + CHUNK * 16, 6 * 1024)
         self.table = max(5 * self.width * 4, 8 * AQK_ROW)
         self.at_columns = self.at_tables + 8 * self.table
         self.pair_bytes = self.K // 32 * 1024
@@ -276,9 +277,11 @@ class KdaPrepare(ExactRows):
         image = mScores.iterator.toint() + unit * (self.scores * panel.BYTES)
         rQ = cute.make_rmem_tensor((4, 2), Float32)
         rK = cute.make_rmem_tensor((4, 2), Float32)
+        rows_q = cute.make_rmem_tensor((4, 2, self.steps), Uint32)
+        rows_k = cute.make_rmem_tensor((4, 2, self.steps), Uint32)
         if fits:
             self.factors(
-                rQ, rK, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, True
+                rQ, rK, rows_q, rows_k, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, True
             )  # fmt: skip
         else:
             from_q = self.row_addresses(mQ, place, rows - 1, key_head, half, block, lane)
@@ -291,7 +294,7 @@ class KdaPrepare(ExactRows):
             # Read again: the words would not have stayed in registers.
             again_q, again_k = self.load_rows(from_q), self.load_rows(from_k)
             self.factors(
-                rQ, rK, again_q, again_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, False
+                rQ, rK, rows_q, rows_k, again_q, again_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, False
             )  # fmt: skip
             self.take_exact(rQ, scratch, first_bad, lane)
             self.take_exact(rK, scratch + 1024, first_bad, lane)
@@ -300,14 +303,9 @@ class KdaPrepare(ExactRows):
         cute.arch.sync_threads()
 
         role = (sAll, half, block, lane)
-        rows_all = self.load_rows_of_both(sAll + block * self.region, half, lane)
-        sums = self.load_sums(rQ, rK, table + self.table - 2 * half * self.table, half, lane)
+        own = self.load_sums(rQ, rK, table + self.table - 2 * half * self.table, half, lane)
         beta = [load_shared(sAll + self.at_beta + mine * 4, 32 * h, 1)[0] for h in range(2)]
-        # L and M are written where these rows were.
-        barrier_of(block, 64)
-        self.write_scores(sums, beta, role, block, True)
-        for b in cutlass.range(block, unroll=1):
-            self.other_block(rows_all, beta, role, b)
+        self.other_blocks(rows_q, rows_k, own, beta, role)
         cute.arch.sync_warp()
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
@@ -503,7 +501,7 @@ class KdaPrepare(ExactRows):
 
     @cute.jit
     def factors(
-        self, rQ, rK, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane,
+        self, rQ, rK, rows_q, rows_k, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane,
         fits: cutlass.Constexpr,
     ):  # fmt: skip
         """qg, kd, kg out; columns for later blocks to shared memory; own block's scores of the warp's columns into rQ, rK."""
@@ -512,56 +510,62 @@ class KdaPrepare(ExactRows):
         own_k = [[Float32(0.0)] * 4 for _ in range(2)]
         for m in cutlass.range_constexpr(self.steps):
             column = 4 * (32 * m + 8 * t)
-            x = []
-            for h in cutlass.range_constexpr(2):
-                sRow = sH + (r + 8 * h) * self.h_row + column
-                x.append(
-                    self.elements(
-                        words_q[m][h], words_k[m][h], factor_q[h], factor_k[h], table + column, sRow, sAll, out[m], m, h,
-                        half, block, lane, None if fits else sT + block * (self.K * 4) + column,
-                    )
-                )  # fmt: skip
+            x = self.elements(
+                words_q[m], words_k[m], factor_q, factor_k, table + column, sH + r * self.h_row + column, sAll, out[m], m,
+                half, block, lane, None if fits else sT + block * (self.K * 4) + column,
+            )  # fmt: skip
             for n in cutlass.range_constexpr(2):
                 if const_expr(self.bf16):
-                    own_q[n] = self.product([y["q"] for y in x], x[n]["own"], own_q[n])
-                    own_k[n] = self.product([y["k"] for y in x], x[n]["own"], own_k[n])
+                    own_q[n] = self.product(x["q"], x["own"][n], own_q[n])
+                    own_k[n] = self.product(x["k"], x["own"][n], own_k[n])
                 else:
-                    own_q[n] = self.product_tf32([y["q32"] for y in x], x[n]["own"], own_q[n])
-                    own_k[n] = self.product_tf32([y["k32"] for y in x], x[n]["own"], own_k[n])
-            self.share_rows([y["q"] for y in x], [y["k"] for y in x], sH + r * self.h_row + column)
+                    own_q[n] = self.product_tf32(x["q32"], x["own"][n], own_q[n])
+                    own_k[n] = self.product_tf32(x["k32"], x["own"][n], own_k[n])
+            for h in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    rows_q[i, h, m] = x["q"][h][i]
+                    rows_k[i, h, m] = x["k"][h][i]
         for n in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(4):
                 rQ[i, n] = own_q[n][i]
                 rK[i, n] = own_k[n][i]
 
     def elements(
-        self, words_q, words_k, factor_q, factor_k, table, sRow, sAll, out, m, h, half, block, lane, sTotal
+        self, words_q, words_k, factor_q, factor_k, table, sRow, sAll, out, m, half, block, lane, sTotal
     ):  # fmt: skip
-        """All that is elementwise, for 8 columns of a row: outputs, columns for later blocks; words of the other products, by name.
+        """All that is elementwise, for 8 columns of rows r, r + 8: outputs, columns for later blocks; words of the products, by name.
 
         sTotal: t_b, where rows do not fit. There the columns for later blocks take an exponential of t_b - H.
         """
         words = {}
-        H = self.vector(sRow)
-        up = [exp2(x) for x in H]
+        H = [self.vector(sRow + h * 8 * self.h_row) for h in range(2)]
+        up = [[exp2(x) for x in y] for y in H]
         before = self.vector(table)
         for name, output, raw, factor in (("q", 1, words_q, factor_q), ("k", 0, words_k, factor_k)):
-            row = [a * factor * b for a, b in zip(self.numbers(raw), up, strict=True)]
-            if self.bf16:
-                words[name] = self.packed(row)
-            else:
-                words[name] = self.packed([x * 2.0**-SHIFT for x in row])
-                words[name + "32"] = [to_tf32(x) for x in row]
             signed = before if output else [-b for b in before]
-            self.write(out, output, h, [a * b for a, b in zip(row, signed, strict=True)])
-        own = [a * factor_k * reciprocal(b) for a, b in zip(self.numbers(words_k), up, strict=True)]
-        words["own"] = self.packed(own) if self.bf16 else [to_tf32(x) for x in own]
+            words[name], words[name + "32"] = [], []
+            for h in range(2):
+                row = [a * factor[h] * b for a, b in zip(self.numbers(raw[h]), up[h], strict=True)]
+                if self.bf16:
+                    words[name].append(self.packed(row))
+                else:
+                    words[name].append(self.packed([x * 2.0**-SHIFT for x in row]))
+                    words[name + "32"].append([to_tf32(x) for x in row])
+                self.write(out, output, h, [a * b for a, b in zip(row, signed, strict=True)])
+        own = [
+            [a * factor_k[h] * reciprocal(b) for a, b in zip(self.numbers(words_k[h]), up[h], strict=True)] for h in range(2)
+        ]
+        words["own"] = [self.packed(x) if self.bf16 else [to_tf32(y) for y in x] for x in own]
         if sTotal is None:
-            late = [a * b for a, b in zip(own, self.vector(table + 4 * self.width), strict=True)]
+            ends = self.vector(table + 4 * self.width)
+            late = [[a * b for a, b in zip(x, ends, strict=True)] for x in own]
         else:
-            ends = [exp2(a + float(SHIFT - self.column_shift) - b) for a, b in zip(self.vector(sTotal), H, strict=True)]
-            late = [a * factor_k * b for a, b in zip(self.numbers(words_k), ends, strict=True)]
-        self.share_late(late, table, sAll, out, m, h, half, block, lane)
+            total = [x + float(SHIFT - self.column_shift) for x in self.vector(sTotal)]
+            late = [
+                [a * factor_k[h] * exp2(b - c) for a, b, c in zip(self.numbers(words_k[h]), total, H[h], strict=True)]
+                for h in range(2)
+            ]
+        self.share_late(late, table, sAll, out, m, half, block, lane)
         return words
 
     def vector(self, address):
@@ -580,17 +584,19 @@ class KdaPrepare(ExactRows):
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
     @cute.jit
-    def share_late(self, late, table, sAll, out, m, h, half, block, lane):
-        """Of k 2^(t_b - H) in 8 columns of a row: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none of these."""
+    def share_late(self, late, table, sAll, out, m, half, block, lane):
+        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none of these."""
         after = self.vector(table + 8 * self.width)
-        self.write(out, 2, h, [a * b for a, b in zip(late, after, strict=True)])
-        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + h * 512 + block * self.pair_bytes + lane * 16
-        store_shared_if(to, 0, self.packed(late), Int32(block < 3))
+        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + block * self.pair_bytes + lane * 16
+        for h in cutlass.range_constexpr(2):
+            self.write(out, 2, h, [a * b for a, b in zip(late[h], after, strict=True)])
+            store_shared_if(to, 512 * h, self.packed(late[h]), Int32(block < 3))
         if block < 2:
             for i in cutlass.range_constexpr(2):
                 powers = self.vector(table + (12 + 4 * i) * self.width)
-                values = self.packed([a * p for a, p in zip(late, powers, strict=True)])
-                store_shared_if(to, self.pair_bytes * (3, 5)[i], values, Int32(block + i < 2))
+                for h in cutlass.range_constexpr(2):
+                    values = self.packed([a * p for a, p in zip(late[h], powers, strict=True)])
+                    store_shared_if(to, self.pair_bytes * (3, 5)[i] + 512 * h, values, Int32(block + i < 2))
 
     # ---- scores --------------------------------------------------------------------------------------------------------------------
     def registers(self, sums):
@@ -599,19 +605,6 @@ class KdaPrepare(ExactRows):
             for i in range(4):
                 r[i, n] = sums[n][i]
         return r
-
-    def share_rows(self, rows_q, rows_k, sRow):
-        """32 columns of the rows as A fragments: where the lane, and nobody else, has read H, q's in row r and k's in row r + 8."""
-        for i, (upper, lower) in enumerate((rows_q, rows_k)):
-            for s in range(2):
-                words = [upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]]
-                store_shared(sRow, 8 * i * self.h_row + 16 * s, words)
-
-    def load_rows_of_both(self, address, half, lane):
-        """A fragments of one operand's rows in all columns."""
-        address = address + (lane // 4 + 8 * half) * self.h_row + lane % 4 * 32
-        rows = [128 * m + 16 * s for m in range(self.steps) for s in range(2)]
-        return [load_shared(a, x, 4, Uint32) for a in (address, address + 4 * self.region) for x in rows]
 
     def share_sums(self, rQ, rK, to, half, lane):
         """The own block's sums that the block's other warp goes on with."""
@@ -627,21 +620,50 @@ class KdaPrepare(ExactRows):
         return r
 
     @cute.jit
-    def other_block(self, rows, beta, role, b):
-        """Scores of the block's rows with the columns of block b before it."""
-        sAll, _, block, lane = role
-        # Two sums an element: products that wait for each other are half as many.
-        sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
+    def other_blocks(self, rows_q, rows_k, own, beta, role):
+        """Scores of the block's rows: `own` with its own columns, and those with the columns of the blocks before it.
+
+        A warp multiplies both q's and k's rows in its half of the columns, and gives the other warp what that one goes on with.
+        """
+        sAll, half, block, lane = role
+        kept = cute.make_rmem_tensor((4, 2, 3), Float32)
+        to, at = self.exchange(sAll, half, block, lane), self.exchange(sAll, 1 - half, block, lane)
+        for b in cutlass.range_constexpr(3):
+            if b < block:
+                sums = self.scores_of_half(rows_q, rows_k, sAll, half, block, b, lane)
+                for n in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(4):
+                        kept[i, n, b] = select(half, sums[1][n][i], sums[0][n][i])
+                    store_shared(to, 1024 * b + 512 * n, [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n])])
+        # The own block's sums, too, lie where Aqk goes.
+        barrier_of(block, 64)
+        self.write_scores(own, beta, role, block, True)
+        for b in cutlass.range_constexpr(3):
+            if b < block:
+                sums = cute.make_rmem_tensor((4, 2), Float32)
+                for n in cutlass.range_constexpr(2):
+                    x = load_shared(at, 1024 * b + 512 * n, 4)
+                    for i in cutlass.range_constexpr(4):
+                        sums[i, n] = kept[i, n, b] + x[i]
+                self.write_scores(sums, beta, role, b, False)
+
+    def exchange(self, sAll, half, block, lane):
+        """Where a warp leaves sums for the other one of its block: k's where M will be, q's where t was and behind it."""
+        k, q = self.at_m + block * self.region, self.at_t + (block * (block - 1) >> 1) * 1024
+        return sAll + k + half * (q - k) + lane * 16
+
+    def scores_of_half(self, rows_q, rows_k, sAll, half, block, b, lane):
+        """Sums over the warp's columns for q's and k's rows with the columns of block b before them."""
         distance = block - b
         pair = ((distance - 1) * (8 - distance) >> 1) + b
-        sColumns = sAll + self.at_columns + pair * self.pair_bytes + lane * 16
-        for m in cutlass.range_constexpr(self.K // 32):
-            for n in cutlass.range_constexpr(2):
+        sColumns = sAll + self.at_columns + pair * self.pair_bytes + half * (self.steps * 1024) + lane * 16
+        sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
+        for m in range(self.steps):
+            for n in range(2):
                 column = load_shared(sColumns, m * 1024 + n * 512, 4, Uint32)
-                for s in cutlass.range_constexpr(2):
-                    sums[s][n] = mma_16bit(self.dtype, rows[2 * m + s], column[2 * s : 2 * s + 2], sums[s][n])
-        both = [[x + y for x, y in zip(sums[0][n], sums[1][n], strict=True)] for n in range(2)]
-        self.write_scores(self.registers(both), beta, role, b, False)
+                for i, rows in enumerate((rows_q, rows_k)):
+                    sums[i][n] = self.product([[rows[x, h, m] for x in range(4)] for h in range(2)], column, sums[i][n])
+        return sums
 
     @cute.jit
     def write_scores(self, sums, beta, role, b, diagonal: cutlass.Constexpr):

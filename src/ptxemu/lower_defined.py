@@ -91,7 +91,8 @@ def _needed(fn: str, n: int, imm: Sequence[int]) -> Callable[[int], bool]:
         return lambda k: k > 2
     if fn == "wgmma.mma_async":
         registers = (imm[0] & 0xFFFF) // (4 if imm[1] >> 16 == 0 else 2) + (4 if imm[2] & 1 else 0)
-        return lambda k: k >= registers  # those of D and A may be undefined
+        end = n - (1 if imm[2] >> 6 & 3 else 0)
+        return lambda k: registers <= k < end  # those of D and A may be undefined; of metadata, lanes that hold none
     if fn.startswith(("selp.", "slct.")):
         return lambda k: k == 3
     if fn in ("vote", "match", "redux"):

@@ -104,7 +104,7 @@ def known() -> dict[str, dict[str, Any]]:
     return found
 
 
-NEAR = re.compile(r"mma\.sync\S*\.(f16|f32)\.e[45]m[32]\.e[45]m[32]\.")
+NEAR = re.compile(r"(?<!\w)mma\.(?:sp\S*\.)?sync\S*\.(f16|f32)\.e[45]m[32]\.e[45]m[32]\.")
 """Sums of 8-bit floats by warps, which sm_90's assembler makes of other instructions: their last bits differ from hardware's."""
 NEAR_ERROR = 2.0**-9
 

@@ -184,7 +184,7 @@ def test_part_of_a_warp_is_a_fault() -> None:
 @pytest.mark.parametrize(
     ("opcode", "why"),
     [
-        ("mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "sparse"),
+        ("mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "metadata, selector"),
         ("mma.sync.aligned.m16n8k16.row.col.kind::f8f6f4.f32.f16.f16.f32", "kind::f8f6f4"),
         ("mma.sync.aligned.m16n8k16.row.row.f32.f16.f16.f32", "row.col"),
         ("mma.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32", "shape"),

@@ -553,7 +553,7 @@ def test_never_waited_for_is_noted() -> None:
 @pytest.mark.parametrize(
     ("instruction", "why"),
     [
-        (MMA.replace("mma_async", "mma_async.sp"), "sparse"),
+        (MMA.replace("mma_async", "mma_async.sp"), "shape"),
         (MMA.replace("n16k16", "n12k16"), "shape"),
         (MMA.replace("f32.bf16.bf16", "f16.bf16.bf16"), "shape"),
         (MMA.replace("bf16.bf16", "bf16.f16"), "shape"),

@@ -338,7 +338,7 @@ static void mma(const Rule *r, uint32_t m)
     const int wide = size_of(r, 0) == 8, halves = rows / 8, per = n_d / halves; /* registers of D for 8 rows */
     uint8_t row[16] = {0}, column[8] = {0};
     Origin origin = {0};
-    for (int k = n_d; k < ins->n; k++)
+    for (int k = n_d; k < 2 * n_d + n_a + n_b; k++) /* a sparse A's metadata comes after and decides nothing here */
         if (dirty(r->u, ins->arg[k]))
             origin = r->u->origin[ins->arg[k] >> 5];
     for (int k = 0; k < n_a + n_b; k++)

@@ -13,9 +13,9 @@
 #include "half.h"
 
 /* Element types of matrices; lower_mma.py has the same numbers. */
-enum { T_F16, T_BF16, T_TF32, T_E4M3, T_E5M2, T_S8, T_U8, T_F32, T_S32, T_F64 };
+enum { T_F16, T_BF16, T_TF32, T_E4M3, T_E5M2, T_S8, T_U8, T_F32, T_S32, T_F64, T_S4, T_U4 };
 
-static inline int element_bytes(int type) { return type <= T_BF16 ? 2 : type == T_TF32 ? 4 : 1; }
+static inline int elements_per_row(int type) { return type <= T_BF16 ? 8 : type == T_TF32 ? 4 : type >= T_S4 ? 32 : 16; } /* of 16 bytes */
 
 typedef struct {
     int block;     /* products in one fused sum */
@@ -67,7 +67,11 @@ static inline void elements_of_row(float *restrict out, const void *restrict row
         return;
     }
     memcpy(b, row, 16);
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; type >= T_S4 && i < 32; i++) {
+        const int v = b[i / 2] >> i % 2 * 4 & 15;
+        out[i] = (float)(type == T_S4 && v > 7 ? v - 16 : v);
+    }
+    for (int i = 0; type < T_S4 && i < 16; i++)
         out[i] = type == T_E4M3 ? e4m3_to_float(b[i]) : type == T_E5M2 ? e5m2_to_float(b[i]) : type == T_S8 ? (float)(int8_t)b[i] : (float)b[i];
 }
 
@@ -197,7 +201,7 @@ static inline void dot32(float *restrict acc, const float (*restrict a)[LANES], 
 /* ---- the fragments of 16 x 8 tiles -------------------------------------------------------------------------------------------------- */
 /* Lane t holds, of a 16 x 8 tile of D, row t / 4 (+ 8 in the upper half h) and columns 2 (t % 4) + {0, 1} (PTX ISA: "Matrix Fragments for
  * mma.m16n8k16", "Register Fragments for wgmma.mma_async.m64nNk16"). The operands of such tiles, spread over the lanes that need them: */
-enum { MAX_K = 32 };
+enum { MAX_K = 128 };
 typedef struct {
     float v[MAX_K][LANES];
     int16_t e[MAX_K][LANES];

@@ -7,10 +7,11 @@
  */
 #include "defined.h"
 #include "dot.h"
+#include "sparse.h"
 
 #include <stdlib.h>
 
-enum { RING = 256, MAX_N = 256, MAX_ROWS = 2 * MAX_N };
+enum { RING = 256, MAX_N = 256, MAX_ROWS = 4 * MAX_N };
 
 /* A wgmma.mma_async that a warp has issued and not waited for. */
 typedef struct {
@@ -19,6 +20,7 @@ typedef struct {
     uint32_t group;
     uint32_t scale;  /* whether the accumulator's old value counts */
     int undefined;   /* some of what it reads from shared memory is */
+    uint32_t meta[LANES]; /* of a sparse A: the warp's metadata when it issued it */
 } WgOp;
 
 /* A register that some wgmma uses. */
@@ -39,22 +41,26 @@ struct WgState {
 
 typedef struct {
     int n, k, ta, tb, td, regs_a, negate, trans_a, trans_b, saturate, n_d;
-    const int32_t *d, *a, *b, *scale;
+    int sparse, selector, stored; /* SPARSE_*; stored: elements of a row of A */
+    const int32_t *d, *a, *b, *scale, *meta;
 } Shape;
 
-/* wgmma.mma_async d, a, b, scale-d: operands are all registers of D, A's registers or descriptor, B's descriptor, the predicate.
+/* wgmma.mma_async d, a, b, scale-d: operands are all registers of D, A's registers or descriptor, B's descriptor, the predicate, and for a
+ * sparse A its metadata.
  * imm[0]: n, k << 16; imm[1]: types of a, b << 8, d << 16; imm[2] bits: 0 A in registers, 1 the product is negated, 2 A is M-major,
- * 3 B is N-major, 4 scale-d is negated, 5 satfinite. */
+ * 3 B is N-major, 4 scale-d is negated, 5 satfinite, 6 and 7 SPARSE_*, 8 the sparsity selector. */
 static Shape shape_of(const Ins *ins)
 {
     Shape s = {.n = ins->imm[0] & 0xffff, .k = ins->imm[0] >> 16, .ta = ins->imm[1] & 255, .tb = ins->imm[1] >> 8 & 255, .td = ins->imm[1] >> 16,
                .regs_a = ins->imm[2] & 1, .negate = ins->imm[2] >> 1 & 1, .trans_a = ins->imm[2] >> 2 & 1, .trans_b = ins->imm[2] >> 3 & 1,
-               .saturate = ins->imm[2] >> 5 & 1};
+               .saturate = ins->imm[2] >> 5 & 1, .sparse = ins->imm[2] >> 6 & 3, .selector = ins->imm[2] >> 8 & 1};
+    s.stored = s.sparse ? s.k / 2 : s.k;
     s.n_d = s.td == T_F16 ? s.n / 4 : s.n / 2;
     s.d = ins->arg;
     s.a = s.d + s.n_d;
     s.b = s.a + (s.regs_a ? 4 : 1);
     s.scale = s.b + 1;
+    s.meta = s.scale + 1;
     return s;
 }
 
@@ -68,17 +74,20 @@ static struct WgState *state(Warp *w)
 }
 
 /* ---- operands in shared memory ---------------------------------------------------------------------------------------------------- */
-/* The 16-byte rows of an operand that is rows `first` to `first + count` of a matrix of 32 bytes along k, as offsets in shared memory.
- * K-major: two rows of each matrix row. MN-major (16-bit elements): for every 8 matrix rows, one of each k (PTX ISA: "Matrix-Descriptor
- * Format", "Strides", "Canonical Layouts"). */
-static int rows_of(Warp *w, uint64_t descriptor, int mn_major, int first, int count, uint32_t *out, const char *what)
+/* The 16-byte rows of an operand that is rows `first` to `first + count` of a matrix of 32 bytes along k (64: `wide`, what a sparse A is
+ * multiplied with), as offsets in shared memory. K-major: two or four rows of each matrix row. MN-major (16-bit elements): for every 8 matrix
+ * rows, one of each k (PTX ISA: "Matrix-Descriptor Format", "Strides", "Canonical Layouts"). */
+static int rows_of(Warp *w, uint64_t descriptor, int mn_major, int wide, int first, int count, uint32_t *out, const char *what)
 {
     uint32_t start = (descriptor & 0x3fff) << 4, lead = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
     uint32_t base = descriptor >> 49 & 7, mode = descriptor >> 62, width = mode ? 256u >> mode : 16, bits = width / 16 - 1;
     uint32_t size = w->cta->shared.size;
-    int n = 0, inner = mn_major ? 16 : 2;
+    int n = 0, inner = (mn_major ? 16 : 2) << wide;
     if (descriptor & 0x3ff1c000c000c000u)
         fault(w, ERR_WGMMA, "%s: reserved bits of the matrix descriptor %#llx are set", what, (unsigned long long)descriptor);
+    if (wide && !mn_major && width == 32)
+        fault(w, ERR_UNSUPPORTED, "%s: the matrix descriptor %#llx has 32-byte swizzling, in whose rows 64 bytes along k have no canonical layout",
+              what, (unsigned long long)descriptor);
     for (int i = mn_major ? first / 8 : first, end = mn_major ? (first + count) / 8 : first + count; i < end; i++)
         for (int j = 0; j < inner; j++) {
             uint32_t at = start;
@@ -98,15 +107,15 @@ static int rows_of(Warp *w, uint64_t descriptor, int mn_major, int first, int co
 }
 
 /* The same through a cache, since four warps begin, form and end each product. */
-static const uint32_t *locate(Warp *w, uint64_t descriptor, int mn_major, int first, int count, int *n, const char *what)
+static const uint32_t *locate(Warp *w, uint64_t descriptor, int mn_major, int wide, int first, int count, int *n, const char *what)
 {
     typedef struct { uint64_t descriptor; uint32_t key, size; int n; uint32_t row[MAX_ROWS]; } Rows;
     static _Thread_local Rows cache[64];
-    uint32_t key = 1u << 31 | (uint32_t)mn_major << 30 | (uint32_t)first << 16 | (uint32_t)count, size = w->cta->shared.size;
+    uint32_t key = 1u << 31 | (uint32_t)mn_major << 30 | (uint32_t)wide << 29 | (uint32_t)first << 16 | (uint32_t)count, size = w->cta->shared.size;
     Rows *e = &cache[(descriptor * 0x9e3779b97f4a7c15u + key * 0x85ebca6bu) >> 58];
     if (e->descriptor != descriptor || e->key != key || e->size != size) {
         e->key = 0;
-        e->n = rows_of(w, descriptor, mn_major, first, count, e->row, what);
+        e->n = rows_of(w, descriptor, mn_major, wide, first, count, e->row, what);
         e->descriptor = descriptor;
         e->key = key;
         e->size = size;
@@ -132,27 +141,42 @@ static void reads(Warp *w, WgOp *op, int first)
     for (int which = s.regs_a; which < 2; which++) {
         const char *what = which ? name_b : name_a;
         int n;
-        const uint32_t *row = which ? locate(w, op->b, s.trans_b, 0, s.n, &n, what) : locate(w, op->a, s.trans_a, w->id % 4 * 16, 16, &n, what);
+        const uint32_t *row = which ? locate(w, op->b, s.trans_b, s.sparse != 0, 0, s.n, &n, what)
+                                    : locate(w, op->a, s.trans_a, 0, w->id % 4 * 16, 16, &n, what);
         op->undefined |= async_read_rows(w, w->cta, row, n, component(w), first || !which ? w->wg->issued + 1 : 0, what);
     }
 }
 
 /* An operand's matrix rows as k floats each. */
-static void load(Warp *w, uint64_t descriptor, int mn_major, int count, int k, int type, float *out)
+static void load(Warp *w, uint64_t descriptor, int mn_major, int wide, int count, int k, int type, float *out)
 {
     const uint8_t *data = w->cta->shared.data;
-    int n;
-    const uint32_t *row = locate(w, descriptor, mn_major, 0, count, &n, "wgmma");
+    int n, per = elements_per_row(type);
+    const uint32_t *row = locate(w, descriptor, mn_major, wide, 0, count, &n, "wgmma");
     if (!mn_major) {
         for (int i = 0; i < n; i++)
-            elements_of_row(out + i * (k / 2), data + row[i], type);
+            elements_of_row(out + i * per, data + row[i], type);
         return;
     }
     for (int i = 0; i < n; i++) {
         float x[8] = {0};
         elements_of_row(x, data + row[i], type);
         for (int j = 0; j < 8; j++)
-            out[(i / 16 * 8 + j) * k + i % 16] = x[j];
+            out[(i / k * 8 + j) * k + i % k] = x[j];
+    }
+}
+
+/* A's 64 rows out of their stored halves. */
+static void expand(Warp *group, const Shape *s, const float *stored, float *out)
+{
+    const int chunks = s->k / sparse_chunk(s->sparse), small = elements_per_row(s->ta) > 8;
+    for (int r = 0; r < 64; r++) {
+        Warp *w = &group[r / 16];
+        const uint64_t meta = sparse_of_row(w->wg->ring[(w->wg->issued - 1) % RING].meta, r % 16, chunks, small, s->selector);
+        const int wrong = sparse_expand(out + r * s->k, stored + r * s->stored, meta, s->k, s->sparse, 0);
+        if (wrong >= 0)
+            fault(w, ERR_WGMMA, "wgmma.mma_async.sp: the metadata %#x of row %d, elements %d to %d, means nothing", (unsigned)(meta >> 4 * wrong & 15),
+                  r, wrong * sparse_chunk(s->sparse), (wrong + 1) * sparse_chunk(s->sparse) - 1);
     }
 }
 
@@ -187,25 +211,29 @@ static void tile(Warp *w, int32_t at, int b, const Spread *sa, const Spread *sb,
 static void execute(Warp *group, const WgOp *op)
 {
     static _Thread_local struct {
-        float a[64 * MAX_K], b[MAX_N * MAX_K];
+        float a[64 * MAX_K], whole[64 * MAX_K], b[MAX_N * MAX_K];
         Spread sa[4][2], sb;
     } x;
     Shape s = shape_of(op->ins);
     int integer = s.ta >= T_S8, arch = group->cta->cluster->launch->program->arch;
     DotRule rule = integer ? (DotRule){0} : dot_rule(s.ta, s.td == T_F16, arch);
     int emin_b = integer ? 0 : dot_rule(s.tb, 0, arch).emin;
-    load(group, op->b, s.trans_b, s.n, s.k, s.tb, x.b);
+    if (s.sparse)
+        rule.block *= 2; /* see mma_sync */
+    load(group, op->b, s.trans_b, s.sparse != 0, s.n, s.k, s.tb, x.b);
     if (!s.regs_a)
-        load(group, op->a, s.trans_a, 64, s.k, s.ta, x.a);
+        load(group, op->a, s.trans_a, 0, 64, s.stored, s.ta, x.a);
     for (int i = 0; s.regs_a && i < 4; i++) /* see mma_sync */
         for (int r = 0; r < 4; r++)
             for (int g = 0; g < 8; g++)
-                elements_of_row(x.a + (16 * i + 8 * (r & 1) + g) * s.k + (r >> 1) * (s.k / 2), (uint32_t *)operand(&group[i], s.a[r]) + 4 * g, s.ta);
-    for (int i = 0; s.negate && i < 64 * s.k; i++)
+                elements_of_row(x.a + (16 * i + 8 * (r & 1) + g) * s.stored + (r >> 1) * (s.stored / 2), (uint32_t *)operand(&group[i], s.a[r]) + 4 * g, s.ta);
+    for (int i = 0; s.negate && i < 64 * s.stored; i++)
         x.a[i] = -x.a[i];
+    if (s.sparse)
+        expand(group, &s, x.a, x.whole);
     for (int i = 0; i < 4; i++)
         for (int h = 0; h < 2; h++)
-            spread_a(&x.sa[i][h], x.a + 16 * i * s.k, h, s.k, rule.emin);
+            spread_a(&x.sa[i][h], (s.sparse ? x.whole : x.a) + 16 * i * s.k, h, s.k, rule.emin);
     for (int j = 0; j < s.n / 8; j++)
         for (int b = 0; b < 2; b++) {
             spread_b(&x.sb, x.b + 8 * j * s.k, b, s.k, emin_b);
@@ -215,14 +243,14 @@ static void execute(Warp *group, const WgOp *op)
         }
 }
 
-/* Rows of an operand in shared memory that hold something undefined. */
-static void undefined_rows(Warp *w, uint64_t descriptor, int mn_major, int count, uint8_t *out)
+/* Rows of an operand of k elements in shared memory that hold something undefined. */
+static void undefined_rows(Warp *w, uint64_t descriptor, int mn_major, int wide, int count, int k, uint8_t *out)
 {
     int n;
-    const uint32_t *row = locate(w, descriptor, mn_major, 0, count, &n, "wgmma");
+    const uint32_t *row = locate(w, descriptor, mn_major, wide, 0, count, &n, "wgmma");
     for (int i = 0; i < n; i++)
         for (int j = 0; j < 8; j++)
-            out[mn_major ? i / 16 * 8 + j : i / 2] |= !shared_defined(w->cta, row[i] + 2 * j, 2);
+            out[mn_major ? i / k * 8 + j : i * count / n] |= !shared_defined(w->cta, row[i] + 2 * j, 2);
 }
 
 /* D after an operation: undefined where its row of A, its column of B or the old value that counts is. */
@@ -232,10 +260,10 @@ static void define(Warp *group, const WgOp *op)
     uint8_t row[64] = {0}, column[MAX_N] = {0};
     Origin origin = {.line = op->ins->line};
     if (!s.regs_a)
-        undefined_rows(group, op->a, s.trans_a, 64, row);
-    undefined_rows(group, op->b, s.trans_b, s.n, column);
+        undefined_rows(group, op->a, s.trans_a, 0, 64, s.stored, row);
+    undefined_rows(group, op->b, s.trans_b, s.sparse != 0, s.n, s.k, column);
     int n;
-    const uint32_t *b = locate(group, op->b, s.trans_b, 0, s.n, &n, "wgmma");
+    const uint32_t *b = locate(group, op->b, s.trans_b, s.sparse != 0, 0, s.n, &n, "wgmma");
     origin.at = b[0];
     for (int i = n - 1; i >= 0; i--)
         if (!shared_defined(group->cta, b[i], 16))
@@ -394,6 +422,12 @@ static int mma_async(Warp *w, const Ins *ins, uint32_t m)
     op->ins = ins;
     op->a = s.regs_a ? 0 : uniform(w, *s.a, "the descriptor of A");
     op->b = uniform(w, *s.b, "the descriptor of B");
+    if (s.sparse) {
+        const int chunks = s.k / sparse_chunk(s.sparse);
+        if (undefined_lanes(w, *s.meta, 4, sparse_lanes(chunks, elements_per_row(s.ta) > 8, s.selector)))
+            undefined_fault(w, "the metadata of a sparse matrix", undefined_origin(w, *s.meta));
+        memcpy(op->meta, operand(w, *s.meta), sizeof op->meta);
+    }
     op->group = g->committed + 1;
     op->scale = (p ? 1 : 0) != (ins->imm[2] >> 4 & 1);
     int first = 1;

@@ -116,7 +116,7 @@ class _Memory:
         return array, len(rows)
 
 
-ARCHITECTURES = {"sm_90": 90, "sm_90a": 90, "sm_100": 100, "sm_100a": 100, "sm_100f": 100, "sm_103a": 100}
+ARCHITECTURES = {"sm_90": 90, "sm_90a": 90, "sm_100": 100, "sm_100a": 100, "sm_100f": 100, "sm_103a": 103}
 """What the core is told of each target that kernels are emulated for."""
 
 

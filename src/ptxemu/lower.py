@@ -335,7 +335,8 @@ class Lowering:
         labels = set(self.kernel.labels.values())
         for number, ins in enumerate(self.kernel.instrs):
             if ins.parts[:2] == ["tcgen05", "ld"]:
-                for r in self.vector(ins.args[0]):
+                results = ins.args[:2] if "red" in ins.parts else ins.args[:1]
+                for r in (r for a in results for r in self.vector(a)):
                     if isinstance(r, Reg):
                         self.loaded.setdefault(self.place[r.idx], set()).add(number)
         for index, ins in enumerate(self.kernel.instrs):

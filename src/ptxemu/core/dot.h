@@ -201,10 +201,10 @@ static inline void dot32(float *restrict acc, const float (*restrict a)[LANES], 
 /* ---- the fragments of 16 x 8 tiles -------------------------------------------------------------------------------------------------- */
 /* Lane t holds, of a 16 x 8 tile of D, row t / 4 (+ 8 in the upper half h) and columns 2 (t % 4) + {0, 1} (PTX ISA: "Matrix Fragments for
  * mma.m16n8k16", "Register Fragments for wgmma.mma_async.m64nNk16"). The operands of such tiles, spread over the lanes that need them: */
-enum { MAX_K = 128 };
+enum { MAX_K = 128, MAX_STORED = 64 }; /* elements of a row; of a sparse one as stored, or a dense one */
 typedef struct {
-    float v[MAX_K][LANES];
-    int16_t e[MAX_K][LANES];
+    float v[MAX_STORED][LANES];
+    int16_t e[MAX_STORED][LANES];
 } Spread;
 
 /* Rows of A (16 x k) for the half h. */
@@ -227,6 +227,15 @@ static inline void spread_b(Spread *s, const float *columns, int b, int k, int e
             memcpy(&s->v[i][t], four, sizeof four);
     }
     dot_exponents(s->e[0], s->v[0], k * LANES, emin);
+}
+
+/* The same of eight columns of k elements, of which a sparse A's 16 rows take n, at `place`, in the half h. */
+static inline void spread_b_sparse(Spread *s, const float *columns, int b, int k, const uint8_t *place, int h, int n, int emin)
+{
+    for (int i = 0; i < n; i++)
+        for (int t = 0; t < LANES; t++)
+            s->v[i][t] = columns[(2 * (t % 4) + b) * k + place[(t / 4 + 8 * h) * n + i]];
+    dot_exponents(s->e[0], s->v[0], n * LANES, emin);
 }
 
 /* One register of the tile: acc[t] += A row . B column. */

@@ -11,17 +11,17 @@ static void check_full(Warp *w, uint32_t m)
         fault(w, ERR_BARRIER, "mma.sync by lanes %#x only: all 32 lanes of the warp must execute it", m);
 }
 
-/* The rows of A out of their stored halves; every row of `rows` has k / 2 elements. */
-static void expand(Warp *w, const Ins *ins, int32_t meta, const float *stored, int rows, int k, int type, float *out)
+/* Where the stored elements of the rows of A belong: k / 2 of each row. */
+static void places(Warp *w, const Ins *ins, int32_t meta, int k, int type, uint8_t *place)
 {
     const int form = ins->imm[2] >> 1 & 3, ordered = ins->imm[2] >> 3 & 1, selector = ins->imm[2] >> 4, chunks = k / sparse_chunk(form);
     const int small = elements_per_row(type) > 8;
     const uint32_t *word = operand(w, meta);
     if (undefined_lanes(w, meta, 4, sparse_lanes(chunks, small, selector)))
         undefined_fault(w, "the metadata of a sparse matrix", undefined_origin(w, meta));
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < 16; r++) {
         const uint64_t bits = sparse_of_row(word, r, chunks, small, selector);
-        const int wrong = sparse_expand(out + r * k, stored + r * (k / 2), bits, k, form, ordered);
+        const int wrong = sparse_places(place + r * (k / 2), bits, k, form, ordered);
         if (wrong >= 0)
             fault(w, ERR_EMU, "mma.sp: the metadata %#x of row %d, elements %d to %d, means nothing%s", (unsigned)(bits >> 4 * wrong & 15), r,
                   wrong * sparse_chunk(form), (wrong + 1) * sparse_chunk(form) - 1, ordered ? " (.sp::ordered_metadata)" : "");
@@ -39,14 +39,13 @@ static int mma_sync(Warp *w, const Ins *ins, uint32_t m)
     int per = elements_per_row(ta), halves = rows / 8, groups_a = stored / per, groups = k / per;
     int n_d = td == T_F16 ? halves : 2 * halves;
     const int32_t *d = ins->arg, *a = d + n_d, *b = a + halves * groups_a, *c = b + groups;
-    float ra[16 * MAX_K], whole[16 * MAX_K], cb[8 * MAX_K];
+    float ra[16 * MAX_STORED], cb[8 * MAX_K];
+    uint8_t place[16 * MAX_STORED];
     Spread sa, sb[2];
     uint32_t out[4][LANES];
     int integer = ta >= T_S8;
     DotRule rule = integer ? (DotRule){0} : dot_rule(ta, td == T_F16, w->cta->cluster->launch->program->arch);
     int emin_b = integer || tb == ta ? rule.emin : dot_rule(tb, 0, 90).emin;
-    if (sparse)
-        rule.block *= 2; /* the products of what is stored are summed as a dense block */
     for (int g = 0; g < 8; g++) {
         for (int r = 0; r < halves * groups_a; r++)
             elements_of_row(ra + (g + 8 * (r % halves)) * stored + r / halves * per, (uint32_t *)operand(w, a[r]) + 4 * g, ta);
@@ -54,22 +53,24 @@ static int mma_sync(Warp *w, const Ins *ins, uint32_t m)
             elements_of_row(cb + g * k + r * per, (uint32_t *)operand(w, b[r]) + 4 * g, tb);
     }
     if (sparse)
-        expand(w, ins, c[n_d], ra, rows, k, ta, whole);
-    for (int j = 0; j < 2; j++)
+        places(w, ins, c[n_d], k, ta, place);
+    for (int j = 0; j < 2 && !sparse; j++)
         spread_b(&sb[j], cb, j, k, emin_b);
     for (int h = 0; h < halves; h++) {
-        spread_a(&sa, sparse ? whole : ra, h, k, rule.emin);
+        spread_a(&sa, ra, h, stored, rule.emin);
+        for (int j = 0; j < 2 && sparse; j++)
+            spread_b_sparse(&sb[j], cb, j, k, place, h, stored, emin_b);
         for (int j = 0; j < 2; j++) {
             if (td == T_S32) {
                 memcpy(out[2 * h + j], operand(w, c[2 * h + j]), sizeof *out);
-                dot_tile_int((int32_t *)out[2 * h + j], &sa, &sb[j], k, ins->imm[2] & 1);
+                dot_tile_int((int32_t *)out[2 * h + j], &sa, &sb[j], stored, ins->imm[2] & 1);
                 continue;
             }
             const uint32_t *old = operand(w, td == T_F16 ? c[h] : c[2 * h + j]);
             float acc[LANES];
             for (int t = 0; t < LANES; t++)
                 acc[t] = td == T_F16 ? f16_to_float(old[t] >> 16 * j & 0xffff) : float_of(old[t]);
-            dot_tile(acc, &sa, &sb[j], k, rule);
+            dot_tile(acc, &sa, &sb[j], stored, rule);
             for (int t = 0; t < LANES; t++)
                 if (td != T_F16)
                     out[2 * h + j][t] = bits_of(acc[t]);

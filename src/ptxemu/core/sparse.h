@@ -11,26 +11,22 @@ enum { SPARSE_NONE, SPARSE_1_2, SPARSE_2_4, SPARSE_4_8 };
 
 static inline int sparse_chunk(int form) { return 1 << form; } /* elements, half of them stored */
 
-/* A row of k elements out of its k / 2 stored ones; chunk c has bits 4 c of `meta`. Returns the first chunk whose metadata means nothing, or -1. */
-static inline int sparse_expand(float *restrict out, const float *restrict stored, uint64_t meta, int k, int form, int ordered)
+/* Where the k / 2 stored elements of a row belong; chunk c has bits 4 c of `meta`. Returns the first chunk whose metadata means nothing, or -1. */
+static inline int sparse_places(uint8_t *place, uint64_t meta, int k, int form, int ordered)
 {
     const int chunk = sparse_chunk(form), each = form == SPARSE_4_8 ? 2 : 1;
-    for (int i = 0; i < k; i++)
-        out[i] = 0;
     for (int c = 0; c < k / chunk; c++) {
         const int bits = meta >> 4 * c & 15, first = bits & 3, second = bits >> 2;
         if (form == SPARSE_1_2) {
             if (bits != 4 && bits != 14)
                 return c;
-            out[c * chunk + (bits == 14)] = stored[c];
+            *place++ = c * chunk + (bits == 14);
             continue;
         }
         if (first == second || (ordered && first > second))
             return c;
-        for (int i = 0; i < each; i++) {
-            out[c * chunk + first * each + i] = stored[2 * each * c + i];
-            out[c * chunk + second * each + i] = stored[2 * each * c + each + i];
-        }
+        for (int i = 0; i < 2 * each; i++)
+            *place++ = c * chunk + (i < each ? first : second) * each + i % each;
     }
     return -1;
 }

@@ -12,6 +12,7 @@
  */
 #include "tensor.h"
 
+#include <math.h>
 #include <string.h>
 
 /* ---- rules that all instructions share --------------------------------------------------------------------------------------- */
@@ -146,15 +147,15 @@ void tensor_after_reads(Warp *w, Cta *c, Area a, int core, const char *what)
         uint32_t last = 0;
         for (uint32_t i = a.column; i < end; i++) {
             if (!core && t->reading[s][i])
-                fault(w, ERR_RACE, "%s by warp %d of tensor memory lane %u, column %u, that a tcgen05.mma in flight reads as operand A (missing "
-                      "tcgen05.commit and mbarrier wait)", what, w->id, s * 16, i);
+                fault(w, ERR_RACE, "%s by warp %d of tensor memory lane %u, column %u, that a tcgen05.mma in flight reads as operand A, metadata or scale "
+                      "factors (missing tcgen05.commit and mbarrier wait)", what, w->id, s * 16, i);
             uint32_t e = t->core_reader[s][i];
             if (e == last)
                 continue;
             last = e;
             if (!clock_has(w, e))
-                fault(w, ERR_RACE, "%s by warp %d of tensor memory lane %u, column %u, is not ordered after the tcgen05.mma that reads operand A "
-                      "there (missing tcgen05.commit and mbarrier wait)", what, w->id, s * 16, i);
+                fault(w, ERR_RACE, "%s by warp %d of tensor memory lane %u, column %u, is not ordered after the tcgen05.mma that reads operand A, "
+                      "metadata or scale factors there (missing tcgen05.commit and mbarrier wait)", what, w->id, s * 16, i);
         }
     }
 }
@@ -384,16 +385,16 @@ static inline void place(int shape, uint32_t half, uint32_t t, uint32_t r, uint3
 }
 
 typedef struct {
-    int shape, packed;
+    int shape, packed, red; /* red: RED_* | RED_TYPE_* and so on */
     uint32_t n, half;    /* registers; half's split in columns */
     uint32_t lane, column, width; /* columns from `column` on */
     uint32_t strips;
 } Access;
 
-/* imm[0]: shape | registers << 8 | packed << 16; imm[1]: immHalfSplitoff; imm[2]: offset of the address. */
+/* imm[0]: shape | registers << 8 | packed << 16 | RED_* << 17; imm[1]: immHalfSplitoff; imm[2]: offset of the address. */
 static Access access_of(Warp *w, const Ins *ins, uint32_t m, const char *what)
 {
-    Access a = {.shape = ins->imm[0] & 0xff, .n = ins->imm[0] >> 8 & 0xff, .packed = ins->imm[0] >> 16 & 1, .half = ins->imm[1]};
+    Access a = {.shape = ins->imm[0] & 0xff, .n = ins->imm[0] >> 8 & 0xff, .packed = ins->imm[0] >> 16 & 1, .red = ins->imm[0] >> 17, .half = ins->imm[1]};
     if (m != FULL)
         fault(w, ERR_TENSOR, "%s by %d threads of warp %d: all 32 must execute it", what, __builtin_popcount(m), w->id);
     uint32_t addr = uniform(w, ins, 0, m, "the tensor memory address") + (uint32_t)ins->imm[2];
@@ -480,6 +481,43 @@ static void load_undefined(Warp *w, const Ins *ins, const Access *a, int undefin
     }
 }
 
+/* tcgen05.ld.red: the least or greatest of a lane's columns. */
+enum { RED_MIN = 1, RED_MAX = 2, RED_SIGNED = 4, RED_FLOAT = 8, RED_ABS = 16, RED_NAN = 32 };
+
+static uint32_t pick(int red, uint32_t a, uint32_t b)
+{
+    int less;
+    if (red & RED_FLOAT) {
+        float x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        if (isnan(x) || isnan(y))
+            return red & RED_NAN ? 0x7fffffffu : isnan(x) ? b : a;
+        less = x < y || (x == y && signbit(x) && !signbit(y));
+    } else {
+        less = red & RED_SIGNED ? (int32_t)a < (int32_t)b : a < b;
+    }
+    return (red & RED_MIN) == less ? a : b;
+}
+
+static void reduce(Warp *w, const Ins *ins, const Access *a, int undefined)
+{
+    uint32_t *out = operand(w, ins->arg[1 + a->n]), bits[LANES] = {0}, at;
+    Origin origin = {.line = ins->line, .tensor = 1};
+    for (uint32_t i = 0; i < LANES; i++)
+        for (uint32_t k = 0; k < a->n; k++) {
+            uint32_t v = w->cta->tensor->data[a->lane + i][a->column + k];
+            if (a->red & RED_ABS)
+                v &= 0x7fffffffu;
+            out[i] = k ? pick(a->red, out[i], v) : v;
+            if (undefined && !*valid_of(w->cta->tensor, a, i, k, &at)) {
+                bits[i] = ~0u;
+                origin.at = at;
+            }
+        }
+    undefined_set(w, ins->arg[1 + a->n], 4, FULL, undefined ? bits : NULL, origin);
+}
+
 /* The cells that a tcgen05.st has written are undefined where its registers are. */
 static void store_undefined(Warp *w, const Ins *ins, const Access *a)
 {
@@ -496,7 +534,7 @@ static void store_undefined(Warp *w, const Ins *ins, const Access *a)
     }
 }
 
-/* tcgen05.ld: operands address, registers. imm[3]: its number. */
+/* tcgen05.ld: operands address, registers, for .red its result (.32x32b). imm[3]: its number. */
 static int ld(Warp *w, const Ins *ins, uint32_t m)
 {
     Access a = access_of(w, ins, m, "tcgen05.ld");
@@ -540,6 +578,8 @@ static int ld(Warp *w, const Ins *ins, uint32_t m)
     }
     if (undefined || w->undefined)
         load_undefined(w, ins, &a, undefined);
+    if (a.red)
+        reduce(w, ins, &a, undefined);
     return NEXT;
 }
 

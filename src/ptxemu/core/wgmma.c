@@ -166,14 +166,14 @@ static void load(Warp *w, uint64_t descriptor, int mn_major, int wide, int count
     }
 }
 
-/* A's 64 rows out of their stored halves. */
-static void expand(Warp *group, const Shape *s, const float *stored, float *out)
+/* Where the stored elements of A's 64 rows belong. */
+static void places(Warp *group, const Shape *s, uint8_t *place)
 {
     const int chunks = s->k / sparse_chunk(s->sparse), small = elements_per_row(s->ta) > 8;
     for (int r = 0; r < 64; r++) {
         Warp *w = &group[r / 16];
         const uint64_t meta = sparse_of_row(w->wg->ring[(w->wg->issued - 1) % RING].meta, r % 16, chunks, small, s->selector);
-        const int wrong = sparse_expand(out + r * s->k, stored + r * s->stored, meta, s->k, s->sparse, 0);
+        const int wrong = sparse_places(place + r * s->stored, meta, s->k, s->sparse, 0);
         if (wrong >= 0)
             fault(w, ERR_WGMMA, "wgmma.mma_async.sp: the metadata %#x of row %d, elements %d to %d, means nothing", (unsigned)(meta >> 4 * wrong & 15),
                   r, wrong * sparse_chunk(s->sparse), (wrong + 1) * sparse_chunk(s->sparse) - 1);
@@ -190,20 +190,20 @@ static void tile(Warp *w, int32_t at, int b, const Spread *sa, const Spread *sb,
     case T_S32:
         if (!keep)
             memset(d, 0, LANES * sizeof *d);
-        dot_tile_int((int32_t *)d, sa, sb, s->k, s->saturate);
+        dot_tile_int((int32_t *)d, sa, sb, s->stored, s->saturate);
         return;
     case T_F32:
         if (keep)
             memcpy(acc, d, sizeof acc);
         else
             memset(acc, 0, sizeof acc);
-        dot_tile(acc, sa, sb, s->k, rule);
+        dot_tile(acc, sa, sb, s->stored, rule);
         memcpy(d, acc, sizeof acc);
         return;
     }
     for (int t = 0; t < LANES; t++)
         acc[t] = keep ? f16_to_float(d[t] >> 16 * b & 0xffff) : 0;
-    dot_tile(acc, sa, sb, s->k, rule);
+    dot_tile(acc, sa, sb, s->stored, rule);
     for (int t = 0; t < LANES; t++)
         d[t] = (d[t] & ~(0xffffu << 16 * b)) | f16_of_float(acc[t]) << 16 * b;
 }
@@ -211,15 +211,14 @@ static void tile(Warp *w, int32_t at, int b, const Spread *sa, const Spread *sb,
 static void execute(Warp *group, const WgOp *op)
 {
     static _Thread_local struct {
-        float a[64 * MAX_K], whole[64 * MAX_K], b[MAX_N * MAX_K];
+        float a[64 * MAX_STORED], b[MAX_N * MAX_K];
+        uint8_t place[64 * MAX_STORED];
         Spread sa[4][2], sb;
     } x;
     Shape s = shape_of(op->ins);
     int integer = s.ta >= T_S8, arch = group->cta->cluster->launch->program->arch;
     DotRule rule = integer ? (DotRule){0} : dot_rule(s.ta, s.td == T_F16, arch);
     int emin_b = integer ? 0 : dot_rule(s.tb, 0, arch).emin;
-    if (s.sparse)
-        rule.block *= 2; /* see mma_sync */
     load(group, op->b, s.trans_b, s.sparse != 0, s.n, s.k, s.tb, x.b);
     if (!s.regs_a)
         load(group, op->a, s.trans_a, 0, 64, s.stored, s.ta, x.a);
@@ -230,16 +229,20 @@ static void execute(Warp *group, const WgOp *op)
     for (int i = 0; s.negate && i < 64 * s.stored; i++)
         x.a[i] = -x.a[i];
     if (s.sparse)
-        expand(group, &s, x.a, x.whole);
+        places(group, &s, x.place);
     for (int i = 0; i < 4; i++)
         for (int h = 0; h < 2; h++)
-            spread_a(&x.sa[i][h], (s.sparse ? x.whole : x.a) + 16 * i * s.k, h, s.k, rule.emin);
+            spread_a(&x.sa[i][h], x.a + 16 * i * s.stored, h, s.stored, rule.emin);
     for (int j = 0; j < s.n / 8; j++)
         for (int b = 0; b < 2; b++) {
-            spread_b(&x.sb, x.b + 8 * j * s.k, b, s.k, emin_b);
+            if (!s.sparse)
+                spread_b(&x.sb, x.b + 8 * j * s.k, b, s.k, emin_b);
             for (int i = 0; i < 4; i++)
-                for (int h = 0; h < 2; h++)
+                for (int h = 0; h < 2; h++) {
+                    if (s.sparse)
+                        spread_b_sparse(&x.sb, x.b + 8 * j * s.k, b, s.k, x.place + 16 * i * s.stored, h, s.stored, emin_b);
                     tile(&group[i], s.td == T_F16 ? s.d[2 * j + h] : s.d[4 * j + 2 * h + b], b, &x.sa[i][h], &x.sb, &s, op->scale, rule);
+                }
         }
 }
 

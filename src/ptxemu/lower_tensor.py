@@ -124,6 +124,7 @@ def _transfer(low: Lowering, ins: Instr) -> None:
     if registers > 128:
         raise low.unsupported(f".x{count} does not exist for .{shape}")
     args = list(ins.args)
+    result = [low.target(args.pop(1), 32)] if reduction else []
     memory = args.pop(1 if load else 0)
     half = 0
     if shape == "16x32bx2":
@@ -134,7 +135,6 @@ def _transfer(low: Lowering, ins: Instr) -> None:
     if reduction and (shape != "32x32b" or count < 2):
         raise low.unsupported(".red of a shape other than .32x32b, .x2 and more")
     values = low.vector(args[0])
-    result = [low.target(args.pop(1), 32)] if reduction else []
     if len(args) != 1 or len(values) != registers:
         raise low.unsupported(f"{len(values)} registers; .{shape}.x{count} has {registers}")
     address, offset = _address(low, memory)

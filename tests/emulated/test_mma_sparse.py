@@ -152,6 +152,22 @@ def test_dense_4_bit_integers(m: int, k: int, ta: str, tb: str, saturate: bool) 
     assert (d == values_of(a, ta) @ values_of(b, tb) + decode(c, "s32")).all()
 
 
+def test_what_is_not_stored_is_not_multiplied() -> None:
+    """Infinities of B meet no element of A where its chunks leave them out."""
+    rng = np.random.default_rng(0)
+    a = sparse_of(rng, 16, "f16", True)
+    b, c = random_bits(rng, (16, 8), "f16"), random_bits(rng, (16, 8), "f32")
+    a.dense[:, 4:8] = 0
+    a.dense[:, [4, 7]] = a.stored[:, 2:4]
+    a.nibbles[:, 1] = 0b1100
+    opcode, meta = OPCODE.format("", "f16", "f16"), metadata_registers(a.nibbles, False, 0)
+    plain = run(opcode, a.stored, b, c, ("f16", "f16"), meta)
+    b[5:7] = 0x7C00
+    assert (run(opcode, a.stored, b, c, ("f16", "f16"), meta) == plain).all()
+    b[4] = 0x7C00
+    assert (~np.isfinite(decode(run(opcode, a.stored, b, c, ("f16", "f16"), meta), "f32"))).all()
+
+
 # ---- faults -------------------------------------------------------------------------------------------------------------------------
 OPCODE = "mma.sp{}.sync.aligned.m16n8k16.row.col.f32.{}.{}.f32"
 

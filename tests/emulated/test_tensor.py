@@ -59,6 +59,54 @@ def fragment(shape: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     return bit // width, bit % width // 32
 
 
+REDUCTIONS = [
+    ("min.f32", "f32"), ("max.f32", "f32"), ("min.abs.f32", "f32"), ("max.abs.NaN.f32", "f32"), ("max.NaN.f32", "f32"),
+    ("min.u32", "u32"), ("max.u32", "u32"), ("min.s32", "s32"), ("max.s32", "s32"),
+]  # fmt: skip
+
+
+def reduction(op: str, count: int) -> str:
+    return alloc(128) + fill("data", 128) + f"""
+    tcgen05.ld.red.sync.aligned.32x32b.x{count}.{op} {names("v", count)}, %u0, [%quad+3];
+    tcgen05.wait::ld.sync.aligned;
+    ld.param.u64 %out, [result];
+    mad.wide.u32 %at, %thread, {4 * count + 4}, %out;
+    st.global.b32 [%at+{4 * count}], %u0;
+""" + "".join(f"    st.global.b32 [%at+{4 * i}], %v{i};\n" for i in range(count)) + dealloc(128)  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+@pytest.mark.parametrize(("op", "type_"), REDUCTIONS)
+def test_load_and_reduce(op: str, type_: str, count: int) -> None:
+    """Every lane's columns; NaN counts with .NaN alone."""
+    data = RNG.integers(0, 2**32, (128, 128), dtype=np.uint64).astype(np.uint32)
+    if type_ == "f32":
+        data = RNG.standard_normal((128, 128)).astype(np.float32).view(np.uint32)
+        data[5, 4], data[6, 3], data[7, 3:5] = 0x7FC00000, 0xFFC00001, 0x7FC00000
+    out = torch.zeros(128, count + 1, dtype=torch.int32)
+    text = module(reduction(op, count), ".param .u64 data, .param .u64 result", arch="sm_103a")
+    launch(text, [tensor(data), out])
+    got = out.numpy().view(np.uint32)
+    np.testing.assert_array_equal(got[:, :count], data[:, 3 : 3 + count])
+    kind = {"f32": np.float32, "u32": np.uint32, "s32": np.int32}[type_]
+    x = data[:, 3 : 3 + count].copy().view(kind)
+    x = np.abs(x) if "abs" in op else x
+    if type_ == "f32" and "NaN" not in op:
+        with np.errstate(all="ignore"):
+            want = (np.fmin if "min" in op else np.fmax).reduce(x, axis=1)
+    else:
+        want = (np.min if "min" in op else np.max)(x, axis=1)
+    np.testing.assert_array_equal(got[:, count].copy().view(kind), want)
+
+
+def test_reduction_of_what_is_undefined() -> None:
+    body = reduction("max.u32", 2).replace(fill("data", 128), "").replace("st.global.b32 [%at+4], %v1;", "")
+    text = module(body.replace("st.global.b32 [%at+0], %v0;", ""), ".param .u64 data, .param .u64 result", arch="sm_103a")
+    out = torch.zeros(128, 3, dtype=torch.int32)
+    with pytest.raises(ptxemu.MemoryFault, match=r"uninitialised tensor memory: lane \d+, column [34], read"):
+        launch(text, [out, out])
+
+
 def spots(shape: str, count: int, packed: bool, half: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Lane and column of the register's (one or, packed, two) pieces."""
     row, word = fragment(shape, count)
@@ -132,6 +180,71 @@ COPIES = {
     "64x128b.warpx2::01_23": (64, 1, lambda r: [r % 32 + r // 32 * 64, r % 32 + r // 32 * 64 + 32]),
     "32x128b.warpx4": (32, 1, lambda r: [r, r + 32, r + 64, r + 96]),
 }
+
+
+def spread(raw: np.ndarray, bits: int) -> np.ndarray:
+    """16 elements of so many bits at the start of every 16 bytes, a byte each: 4-bit ones in the middle of it, 6-bit ones at its bottom."""
+    out = np.zeros(raw.shape, np.uint8)
+    for at in np.ndindex(raw.shape[:-1]):
+        for first in range(0, raw.shape[-1], 16):
+            number = int.from_bytes(raw[at][first : first + 16].tobytes(), "little")
+            for i in range(16):
+                out[at][first + i] = (number >> bits * i & (1 << bits) - 1) << (2 if bits == 4 else 0)
+    return out
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("form", COPIES)
+def test_decompressing_copy(form: str, bits: int) -> None:
+    rows, chunks, lanes = COPIES[form]
+    source = RNG.integers(0, 256, (rows, 16 * chunks), dtype=np.uint8)
+    image = np.zeros((1, 16384), np.uint8)
+    operand = place("128", False, max(rows, 8), 128, 1, BASE + IMAGE)
+    write(image[0], operand, source)
+    suffix = {4: "b4x16_p64", 6: "b6x16_p32"}[bits]
+    text = copy_kernel(form, f".b8x16.{suffix}")
+    before = RNG.integers(0, 2**31, (1, 128, 64), dtype=np.int64).astype(np.uint32)
+    after = torch.zeros(1, 128, 64, dtype=torch.int32)
+    launch(text, [tensor(image), tensor(before), operand.descriptor().to_bytes(8, "little"), after])
+    want, words = before.copy(), spread(source, bits).view(np.uint32)
+    for r in range(rows):
+        for lane in lanes(r):
+            want[0, lane, 16 : 16 + 4 * chunks] = words[r]
+    np.testing.assert_array_equal(after.numpy().view(np.uint32), want)
+
+
+def test_padding_of_a_decompressing_copy_may_be_undefined() -> None:
+    """Half of the source is never written: the padding of 4-bit elements; of 6-bit ones a part counts."""
+    form, rows = "128x128b", 128
+    for bits, fails in ((4, False), (6, True)):
+        image = RNG.integers(0, 256, (1, 16384), dtype=np.uint8)
+        suffix = {4: "b4x16_p64", 6: "b6x16_p32"}[bits]
+        text = copy_kernel(form, f".b8x16.{suffix}")
+        text = text.replace("st.shared.v4.b32 [%r51+1024], {%r52, %r53, %r54, %r55};", "st.shared.v2.b32 [%r51+1024], {%r52, %r53};")
+        operand = place("none", False, rows, 16, 1, BASE + IMAGE)
+        before = torch.zeros(1, 128, 64, dtype=torch.int32)
+        after = torch.zeros(1, 128, 64, dtype=torch.int32)
+        args = [tensor(image), before, operand.descriptor().to_bytes(8, "little"), after]
+        if not fails:
+            launch(text, args)
+            continue
+        with pytest.raises(ptxemu.MemoryFault, match="depends on uninitialised tensor memory"):
+            launch(text, args)
+
+
+def copy_kernel(form: str, suffix: str) -> str:
+    """tcgen05.cp to column 16, of 64 that are filled before and dumped after."""
+    lane = 7 << 16 if form == "4x256b" else 0
+    body = barrier_init() + alloc(64) + copy_in("image", 16384) + fill("before", 64) + f"""
+    setp.ne.u32 %p1, %thread, 0;
+    ld.param.u64 %desc0, [desc];
+    add.u32 %r1, %tmem, {lane + 16};
+    @%p1 bra ISSUED;
+    tcgen05.cp.cta_group::1.{form}{suffix} [%r1], %desc0;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%base];
+ISSUED:
+""" + wait("DONE") + dump("after", 64) + dealloc(64)  # fmt: skip
+    return module(body, ".param .u64 image, .param .u64 before, .param .u64 desc, .param .u64 after")
 
 
 @pytest.mark.parametrize("mode", ["none", "32", "64", "128"])
@@ -452,15 +565,13 @@ def test_older_targets_have_no_tensor_memory() -> None:
 @pytest.mark.parametrize(
     ("line", "pattern"),
     [
-        ("tcgen05.mma.ws.cta_group::1.kind::f16 [%r0], %desc0, %desc1, %r1, %p1;", "tcgen05.mma.ws"),
-        ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %desc0, %desc1, [%r2], %r1, %p1;", "tcgen05.mma.sp"),
-        (
-            "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r0], %desc0, %desc1, %r1, [%r2], [%r3], %p1;",
-            "block_scale",
-        ),
+        ("tcgen05.mma.ws.cta_group::2.kind::f16 [%r0], %desc0, %desc1, %r1, %p1;", "has .cta_group::1"),
+        ("tcgen05.mma.ws.cta_group::1.kind::f16.collector::a::use [%r0], %desc0, %desc1, %r1, %p1;", "collector::a::use"),
+        ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %desc0, %desc1, [%r2], %r1, %p1, %p2;", "scale-input-d"),
         ("tcgen05.mma.cta_group::1.kind::f16.ashift [%r0], [%r2], %desc1, %r1, %p1;", "ashift"),
-        ("tcgen05.cp.cta_group::1.128x128b.b8x16.b6x16_p32 [%r0], %desc0;", "decompression"),
-        ("tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%v0, %v1}, %v2, [%r0];", "red"),
+        ("tcgen05.cp.cta_group::1.128x128b.b6x16_p32 [%r0], %desc0;", "decompression"),
+        ("tcgen05.cp.cta_group::1.128x128b.b8x16 [%r0], %desc0;", "decompression"),
+        ("tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%v0, %v1}, %v2, [%r0];", "needs sm_103a"),
         ("tcgen05.ld.sync.aligned.16x256b.x64.b32 " + names("v", 128) + ", [%r0];", "x64 does not exist"),
         ("tcgen05.ld.sync.aligned.32x32b.x2.b32 {%v0}, [%r0];", "1 registers"),
         ("tcgen05.mma.cta_group::1.kind::f16 [%r0], %desc0, %desc1, %r1, {%r2, %r3}, %p1;", "disable-output-lane"),

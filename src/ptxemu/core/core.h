@@ -83,7 +83,7 @@ struct Program {
     uint64_t constant_stride;            /* bytes of a copy; 0: one serves all */
     int32_t reg_bytes;                   /* register file of a warp; the special registers come first, see SR_* */
     uint32_t static_shared, dynamic_base, local_bytes, param_bytes;
-    int32_t arch;                        /* 90, 100 */
+    int32_t arch;                        /* 90, 100, 103 */
     int32_t held_end;                    /* registers from SR_END to here are accumulators and operands A of wgmma */
     int32_t max_registers, min_ctas;     /* .maxnreg and .minnctapersm, 0: not given */
 };

@@ -57,7 +57,9 @@ def _selector(low: Lowering, a: Operand, kind: str, chunks: int) -> int:
     holders = 4 // (chunks // 4)
     if not isinstance(a, Imm) or a.isfloat or not 0 <= a.value < holders:
         why = "4-bit and 8-bit" if small else "16-bit and 32-bit"
-        raise low.unsupported(f"the sparsity selector must be an immediate below {holders} for {chunks} chunks of {why} elements")
+        raise low.unsupported(
+            f"the sparsity selector must be an immediate below {holders} for {chunks} chunks of {why} elements"
+        )
     return a.value
 
 
@@ -90,7 +92,9 @@ def _types(low: Lowering, ins: Instr, first: int, known: Sequence[str], count: i
     """The `count` types that end an opcode, and the modifiers before them; one that is not known is unsupported."""
     for part in ins.parts:
         if part == "block_scale" or part.startswith("kind::"):
-            raise low.unsupported(f".{part} (narrow floats of warps, block-scaled ones too) needs sm_120a, not emulated")
+            raise low.unsupported(
+                f".{part} (narrow floats of warps, block-scaled ones too) needs sm_120a, not emulated"
+            )
     types, mods = list(ins.parts[-count:]), ins.parts[first:-count]
     for type_ in types:
         if type_ not in TYPES:

@@ -101,7 +101,9 @@ def _reduction(low: Lowering, ins: Instr) -> int:
         raise low.unsupported("tcgen05.ld.red needs sm_103a")
     types, floating = mods & {"u32", "s32", "f32"}, "f32" in mods
     if len(mods & {"min", "max"}) != 1 or len(types) != 1 or (mods & {"abs", "NaN"} and not floating):
-        raise low.unsupported("one of .min and .max and one of .u32, .s32 and .f32 are needed; .abs and .NaN are those of .f32")
+        raise low.unsupported(
+            "one of .min and .max and one of .u32, .s32 and .f32 are needed; .abs and .NaN are those of .f32"
+        )
     return (
         (1 if "min" in mods else 2) | ("s32" in mods) << 2 | floating << 3 | ("abs" in mods) << 4 | ("NaN" in mods) << 5
     )
@@ -207,7 +209,9 @@ def _blocks(low: Lowering, mods: set[str], kind: str) -> int:
     """Scale factors of a row; 0: the kind has none."""
     sizes = mods & SIZES
     if ("block_scale" in mods) != (kind in SCALES) or (sizes and kind not in SCALES) or len(sizes) > 1:
-        raise low.unsupported("tcgen05.mma.block_scale and its size are those of kind::mxf8f6f4, kind::mxf4 and kind::mxf4nvf4")
+        raise low.unsupported(
+            "tcgen05.mma.block_scale and its size are those of kind::mxf8f6f4, kind::mxf4 and kind::mxf4nvf4"
+        )
     if kind not in SCALES:
         return 0
     size = next(iter(sizes), "")

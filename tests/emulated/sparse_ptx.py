@@ -25,7 +25,7 @@ def sparse(rng: np.random.Generator, stored: np.ndarray, chunk: int, *, ordered:
     rows, half = stored.shape
     dense = np.zeros((rows, 2 * half), stored.dtype)
     nibbles = np.zeros((rows, 2 * half // chunk), np.uint32)
-    each = chunk // 4  # elements that an index stands for; of pairs there is one element, whose place two indices repeat
+    each = chunk // 4  # elements that an index stands for
     for r in range(rows):
         for c in range(2 * half // chunk):
             if chunk == 2:
@@ -46,9 +46,9 @@ def sparse(rng: np.random.Generator, stored: np.ndarray, chunk: int, *, ordered:
 def metadata_registers(nibbles: np.ndarray, small: bool, selector: int, noise: int = 0xAAAAAAAA) -> np.ndarray:
     """[32] of a warp's metadata registers for 16 rows; threads that hold none have `noise`, which means nothing.
 
-    Elements of 16 and 32 bits ("Sparse MMA .m16n8k16 metadata layout for .f16/.bf16 type" and its like): thread T of row g's four holds
-    columns in its low half, those of row g + 8 in its high half. Smaller elements (".m16n8k64 metadata layout"): two threads hold rows g and
-    g + 8, the next two the other half of the columns.
+    Elements of 16 and 32 bits ("Sparse MMA .m16n8k16 metadata layout for .f16/.bf16 type" and its like): a thread of row g's four
+    holds columns in its low half, those of row g + 8 in its high half. Smaller elements (".m16n8k64 metadata layout"): two threads
+    hold rows g and g + 8, the next two the other half of the columns.
     """
     out = np.full(32, noise, np.uint32)
     chunks = nibbles.shape[1]

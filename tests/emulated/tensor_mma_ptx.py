@@ -1,7 +1,7 @@
 """tcgen05.mma in all its forms: a kernel around one of them, its operands in shared and tensor memory, and what must come of it, in numpy.
 
-Layouts follow the PTX ISA's figures ("Data Path Layout Organization", "Sparsity selector", "Scale Factor A ID", "Packing formats of elements"),
-never the emulator's code. Values are such that every sum is exact in float32.
+Layouts follow the PTX ISA's figures ("Data Path Layout Organization", "Sparsity selector", "Scale Factor A ID", "Packing formats of
+elements"), never the emulator's code. Values are such that every sum is exact in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tensor_ptx import (
     fill,
     launch,
     module,
-    names,
     place,
     tensor,
     wait,
@@ -70,7 +69,9 @@ class Narrow:
 
 def narrow(kind: str) -> dict[str, Narrow]:
     """The element types of kind::f8f6f4 and kind::mxf8f6f4."""
-    table = {"e4m3": (0, 4, 3, 7), "e5m2": (1, 5, 2, 15), "e2m3": (3, 2, 3, 1), "e3m2": (4, 3, 2, 3), "e2m1": (5, 2, 1, 1)}
+    table = {
+        "e4m3": (0, 4, 3, 7), "e5m2": (1, 5, 2, 15), "e2m3": (3, 2, 3, 1), "e3m2": (4, 3, 2, 3), "e2m1": (5, 2, 1, 1),
+    }  # fmt: skip
     return {name: Narrow(kind, *row) for name, row in table.items()}
 
 
@@ -180,8 +181,8 @@ class Case:
         return [r + 128 // self.splits * i for i in range(self.splits)]
 
     def instruction_descriptor(self) -> int:
-        bits = self.sparse << 2 | self.a.code << 7 | self.b.code << 10 | self.negate << 13 | self.a_mn << 15 | self.b_mn << 16
-        bits |= self.n >> 3 << 17
+        bits = self.sparse << 2 | self.a.code << 7 | self.b.code << 10 | self.negate << 13
+        bits |= self.a_mn << 15 | self.b_mn << 16 | self.n >> 3 << 17
         if self.blocks:
             bits |= self.ids[1] << 4 | (not self.e4m3) << 23 | self.m >> 7 << 27 | self.ids[0] << 29
         else:
@@ -204,8 +205,8 @@ class Case:
 def metadata_words(case: Case, nibbles: np.ndarray, cells: np.ndarray) -> None:
     """A's metadata, [m, chunks] of four bits, into tensor memory's [cta, lane, column].
 
-    16-bit and 32-bit elements: of 16 rows' lanes, the first eight hold the first half of the columns and the others the second; the low half of
-    a word is that of rows 0 to 7, the high half that of rows 8 to 15. Others: 64 bits a row.
+    16-bit and 32-bit elements: of 16 rows' lanes, the first eight hold the first half of the columns and the others the second; the
+    low half of a word is that of rows 0 to 7, the high half that of rows 8 to 15. Others: 64 bits a row.
     """
     rows = case.m // case.group
     for cta in range(case.group):
@@ -306,7 +307,8 @@ def operands(case: Case, zero: np.ndarray | None = None, shift: int = 0) -> Oper
     k = 2 * case.per << case.sparse
     b = case.b.random(rng, (case.n + (32 if shift else 0), k))
     before = np.zeros((case.group, 128, COLUMNS), np.uint32)
-    before[:, :, D : D + 256] = cells_of(case, rng.integers(-64, 65, (case.group, 128, 256)) / (1 if case.kind == "i8" else 8))
+    old = rng.integers(-64, 65, (case.group, 128, 256)) / (1 if case.kind == "i8" else 8)
+    before[:, :, D : D + 256] = cells_of(case, old)
     dense = stored
     if case.sparse:
         a = sparse(rng, stored, case.chunk, ordered=False)
@@ -388,4 +390,11 @@ def check(case: Case, **options: Any) -> None:
     np.testing.assert_array_equal(execute(case, on, **options), on.want)
 
 
-__all__ = ["A", "COLUMNS", "D", "F4", "META", "NVF4", "SCALES_A", "SCALES_B", "Case", "Narrow", "check", "execute", "names", "narrow", "operands"]
+def store_in_flight(text: str, column: int, warp: int) -> str:
+    """The kernel with a store of a warp to its lanes of a column, while the MMA may be in flight."""
+    store = f"""
+    setp.ne.u32 %p8, %warp, {warp};
+    @%p8 bra DONE;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%quad+{column}], {{%thread}};
+"""
+    return text.replace("\nDONE:", store + "DONE:")

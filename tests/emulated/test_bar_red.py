@@ -81,7 +81,7 @@ def test_it_orders_memory() -> None:
     votes = VOTES["some"]
     got = run(body.format("bar.red.and.pred %p2, 0, %p1;"), votes, shared=512)
     assert (got[0] == np.arange(128) ^ 96).all()
-    with pytest.raises((ptxemu.RaceFault, ptxemu.MemoryFault), match="not ordered|uninitialised"):
+    with pytest.raises((ptxemu.RaceFault, ptxemu.MemoryFault), match=r"not ordered|uninitialised"):
         run(body.format(""), votes, shared=512)
 
 

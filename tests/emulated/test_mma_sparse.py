@@ -183,7 +183,7 @@ def with_metadata(nibble: int, type_: str = "f16", form: str = "", before: str =
 
 @pytest.mark.parametrize("nibble", [0b0000, 0b0101, 0b1010, 0b1111])
 def test_metadata_without_meaning(nibble: int) -> None:
-    with pytest.raises(ptxemu.EmulatorError, match="metadata .* of row 3, elements 8 to 11, means nothing"):
+    with pytest.raises(ptxemu.EmulatorError, match=r"metadata .* of row 3, elements 8 to 11, means nothing"):
         with_metadata(nibble)
 
 
@@ -215,11 +215,11 @@ def test_undefined_metadata() -> None:
 def test_undefined_operand_rows() -> None:
     """A row of A that is undefined makes a row of D so; what is stored elsewhere stays defined."""
     load = "mov.u32 %r18, smem; setp.lt.u32 %p1, %thread, 4; @%p1 ld.shared.b32 %a0, [%r18];\n"
+    rng = np.random.default_rng(0)
+    a = sparse_of(rng, 16, "f16", True)
+    b, c = random_bits(rng, (16, 8), "f16"), random_bits(rng, (16, 8), "f32")
+    meta = metadata_registers(a.nibbles, False, 0)
     with pytest.raises(ptxemu.MemoryFault, match="stored to global memory depends on uninitialised"):
-        rng = np.random.default_rng(0)
-        a = sparse_of(rng, 16, "f16", True)
-        b, c = random_bits(rng, (16, 8), "f16"), random_bits(rng, (16, 8), "f32")
-        meta = metadata_registers(a.nibbles, False, 0)
         run(OPCODE.format("", "f16", "f16"), a.stored, b, c, ("f16", "f16"), meta, 0, load, shared=128)
 
 
@@ -231,7 +231,12 @@ def test_undefined_operand_rows() -> None:
         ("mma.sp.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32", (4, 4, 4, 4), 1, "below 1 for 16 chunks"),
         ("mma.sp.sync.aligned.m16n8k64.row.col.f16.e4m3.e4m3.f16", (2, 4, 4, 2), 0, "shape"),
         ("mma.sp.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", (4, 2, 2, 4), 0, "shape"),
-        ("mma.sync.aligned.m16n8k64.row.col.kind::mxf4.block_scale.f32.e2m1.e2m1.f32.ue8m0", (4, 4, 2, 4), None, "sm_120a"),
+        (
+            "mma.sync.aligned.m16n8k64.row.col.kind::mxf4.block_scale.f32.e2m1.e2m1.f32.ue8m0",
+            (4, 4, 2, 4),
+            None,
+            "sm_120a",
+        ),
         ("mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e4m3.e4m3.f32", (4, 4, 2, 4), None, "sm_120a"),
     ],
 )

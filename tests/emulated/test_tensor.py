@@ -101,7 +101,9 @@ def test_load_and_reduce(op: str, type_: str, count: int) -> None:
 
 def test_reduction_of_what_is_undefined() -> None:
     body = reduction("max.u32", 2).replace(fill("data", 128), "").replace("st.global.b32 [%at+4], %v1;", "")
-    text = module(body.replace("st.global.b32 [%at+0], %v0;", ""), ".param .u64 data, .param .u64 result", arch="sm_103a")
+    text = module(
+        body.replace("st.global.b32 [%at+0], %v0;", ""), ".param .u64 data, .param .u64 result", arch="sm_103a"
+    )
     out = torch.zeros(128, 3, dtype=torch.int32)
     with pytest.raises(ptxemu.MemoryFault, match=r"uninitialised tensor memory: lane \d+, column [34], read"):
         launch(text, [out, out])
@@ -220,7 +222,9 @@ def test_padding_of_a_decompressing_copy_may_be_undefined() -> None:
         image = RNG.integers(0, 256, (1, 16384), dtype=np.uint8)
         suffix = {4: "b4x16_p64", 6: "b6x16_p32"}[bits]
         text = copy_kernel(form, f".b8x16.{suffix}")
-        text = text.replace("st.shared.v4.b32 [%r51+1024], {%r52, %r53, %r54, %r55};", "st.shared.v2.b32 [%r51+1024], {%r52, %r53};")
+        text = text.replace(
+            "st.shared.v4.b32 [%r51+1024], {%r52, %r53, %r54, %r55};", "st.shared.v2.b32 [%r51+1024], {%r52, %r53};"
+        )
         operand = place("none", False, rows, 16, 1, BASE + IMAGE)
         before = torch.zeros(1, 128, 64, dtype=torch.int32)
         after = torch.zeros(1, 128, 64, dtype=torch.int32)
@@ -566,7 +570,10 @@ def test_older_targets_have_no_tensor_memory() -> None:
     ("line", "pattern"),
     [
         ("tcgen05.mma.ws.cta_group::2.kind::f16 [%r0], %desc0, %desc1, %r1, %p1;", "has .cta_group::1"),
-        ("tcgen05.mma.ws.cta_group::1.kind::f16.collector::a::use [%r0], %desc0, %desc1, %r1, %p1;", "collector::a::use"),
+        (
+            "tcgen05.mma.ws.cta_group::1.kind::f16.collector::a::use [%r0], %desc0, %desc1, %r1, %p1;",
+            "collector::a::use",
+        ),
         ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %desc0, %desc1, [%r2], %r1, %p1, %p2;", "scale-input-d"),
         ("tcgen05.mma.cta_group::1.kind::f16.ashift [%r0], [%r2], %desc1, %r1, %p1;", "ashift"),
         ("tcgen05.cp.cta_group::1.128x128b.b6x16_p32 [%r0], %desc0;", "decompression"),

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tensor_mma_ptx import COLUMNS, F4, NVF4, SCALES_A, SCALES_B, Case, Narrow, check, execute, narrow, operands
+from tensor_mma_ptx import (
+    COLUMNS,
+    F4,
+    NVF4,
+    SCALES_A,
+    SCALES_B,
+    Case,
+    Narrow,
+    check,
+    execute,
+    narrow,
+    operands,
+    store_in_flight,
+)
 
 import ptxemu
 
@@ -33,7 +46,9 @@ def test_forms(form: tuple[Narrow, int, str, bool], is_sparse: bool) -> None:
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize(("m", "group", "n"), [(128, 1, 8), (128, 1, 256), (128, 2, 96), (256, 2, 256), (256, 2, 48)])
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[5], FORMS[11]], ids=lambda f: f"{f[0].kind}-{f[0].code}")
-def test_layouts(form: tuple[Narrow, int, str, bool], m: int, group: int, n: int, is_sparse: bool, a_tensor: bool) -> None:
+def test_layouts(
+    form: tuple[Narrow, int, str, bool], m: int, group: int, n: int, is_sparse: bool, a_tensor: bool
+) -> None:
     case = case_of(form, m=m, group=group, n=n, sparse=is_sparse, a_tensor=a_tensor)
     if is_sparse and (m, group) == (128, 2):
         with pytest.raises(ptxemu.TensorFault, match=r"M 128, N 96 is not a shape of .cta_group::2 \(M 256"):
@@ -104,7 +119,9 @@ def test_scale_factors_by_copies() -> None:
     for i, words in enumerate(factors):
         on.image[0, at + 512 * i : at + 512 * i + 512] = words.view(np.uint8).reshape(-1)
     on.before[0, :, SCALES_A : SCALES_A + 4] = on.before[0, :, SCALES_B : SCALES_B + 4] = 0
-    descriptors = [((1024 + 1024 + at + 512 * i) >> 4) | (128 >> 4) << 16 | (128 >> 4) << 32 | 1 << 46 for i in range(2)]
+    descriptors = [
+        ((1024 + 1024 + at + 512 * i) >> 4) | (128 >> 4) << 16 | (128 >> 4) << 32 | 1 << 46 for i in range(2)
+    ]
     before = "".join(
         f"mov.u64 %desc3, {d}; tcgen05.cp.cta_group::1.32x128b.warpx4 [%r{r}], %desc3;\n"
         for d, r in zip(descriptors, (35, 36), strict=True)
@@ -117,7 +134,9 @@ def test_copies_of_scale_factors_must_agree() -> None:
     case = case_of(FORMS[5], n=128)
     on = operands(case)
     on.before[0, 64 + 7, SCALES_B + 2] ^= 1
-    with pytest.raises(ptxemu.TensorFault, match="scale factors of column 71 differ between tensor memory lanes 7 and 71"):
+    with pytest.raises(
+        ptxemu.TensorFault, match="scale factors of column 71 differ between tensor memory lanes 7 and 71"
+    ):
         execute(case, on)
 
 
@@ -133,12 +152,8 @@ def test_scale_factors_overwritten_in_flight() -> None:
     case = case_of(FORMS[0])
     on = operands(case)
 
-    def edit(text: str) -> str:
-        late = f"    setp.ne.u32 %p8, %warp, 2;\n    @%p8 bra DONE;\n    tcgen05.st.sync.aligned.32x32b.x1.b32 [%quad+{SCALES_B}], {{%thread}};\n"
-        return text.replace("\nDONE:", "\n" + late + "DONE:")
-
     with pytest.raises(ptxemu.RaceFault, match="metadata or scale factors"):
-        execute(case, on, edit=edit)
+        execute(case, on, edit=lambda text: store_in_flight(text, SCALES_B, 2))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +164,11 @@ def test_scale_factors_overwritten_in_flight() -> None:
         (case_of(FORMS[0], e4m3=True), ptxemu.TensorFault, "not allowed for kind::mxf8f6f4"),
         (case_of(FORMS[5], e4m3=True), ptxemu.TensorFault, "not allowed for kind::mxf4"),
         (case_of(FORMS[8], e4m3=True), ptxemu.TensorFault, "not allowed for kind::mxf4nvf4"),
-        (case_of(FORMS[5], ids=(1, 0)), ptxemu.TensorFault, "scale factor IDs 1 of A, 0 of B; with 2 factors a row they are 0 or 2"),
+        (
+            case_of(FORMS[5], ids=(1, 0)),
+            ptxemu.TensorFault,
+            "scale factor IDs 1 of A, 0 of B; with 2 factors a row they are 0 or 2",
+        ),
         (case_of(FORMS[10], ids=(0, 2)), ptxemu.TensorFault, "with 4 factors a row they are 0$|they are 0"),
         (case_of(FORMS[5], extra_bits=1 << 31), ptxemu.Unsupported, "K 96"),
         (case_of(FORMS[5], extra_bits=1 << 15), ptxemu.TensorFault, "not allowed for kind::mxf4"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tensor_mma_ptx import META, Case, Narrow, check, execute, narrow, operands
+from tensor_mma_ptx import META, Case, Narrow, check, execute, narrow, operands, store_in_flight
 from tensor_ptx import BF16, F16, S8, TF32, U8, Element
 
 import ptxemu
@@ -73,7 +73,7 @@ def test_metadata_without_meaning(name: str, shift: int) -> None:
     case = case_of(name)
     on = operands(case)
     on.before[0, 5, META] &= 0xFFFFFFFF - (0xF << shift)
-    with pytest.raises(ptxemu.TensorFault, match="metadata 0 of the row at lane 5, elements .* means nothing"):
+    with pytest.raises(ptxemu.TensorFault, match=r"metadata 0 of the row at lane 5, elements .* means nothing"):
         execute(case, on)
 
 
@@ -104,7 +104,9 @@ def test_undefined_metadata() -> None:
     case = case_of("f16")
     on = operands(case)
     case.columns["meta"] = 400
-    with pytest.raises(ptxemu.MemoryFault, match="metadata of tcgen05.mma.sp .* uninitialised tensor memory at lane 0, column 400"):
+    with pytest.raises(
+        ptxemu.MemoryFault, match=r"metadata of tcgen05.mma.sp .* uninitialised tensor memory at lane 0, column 400"
+    ):
         execute(case, on)
 
 
@@ -112,12 +114,8 @@ def test_metadata_overwritten_in_flight() -> None:
     case = case_of("f16")
     on = operands(case)
 
-    def edit(text: str) -> str:
-        late = f"    setp.ne.u32 %p8, %warp, 1;\n    @%p8 bra DONE;\n    tcgen05.st.sync.aligned.32x32b.x1.b32 [%quad+{META}], {{%thread}};\n"
-        return text.replace("\nDONE:", "\n" + late + "DONE:")
-
     with pytest.raises(ptxemu.RaceFault, match="metadata or scale factors"):
-        execute(case, on, edit=edit)
+        execute(case, on, edit=lambda text: store_in_flight(text, META, 1))
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ class Case:
     outputs: dict[str, torch.Tensor]
     expected: dict[str, torch.Tensor]
     chunks: int = 1
+    tensors: Sequence[torch.Tensor] = ()
+    """What pointers among the arguments point to."""
 
     @property
     def ptx(self) -> str:
@@ -77,7 +79,7 @@ class Case:
     def run(self, **options: Any) -> ptxemu.Launched:
         """One launch into outputs that are filled with NaN before."""
         self.clear()
-        (launched,) = ptxemu.run(self.compiled, *self.args, **options)
+        (launched,) = ptxemu.run(self.compiled, *self.args, tensors=self.tensors, **options)
         return launched
 
     def clear(self) -> None:
@@ -334,3 +336,40 @@ def gemm(
     expected = a[..., 0].double() @ b[..., 0].double().T
     name = f"GEMM {arch} {m}x{n}x{k}, tile {tile}, cluster {cluster}{', pairs' * pairs}{', persistent' * persistent}"
     return Case(name, compiled, (a, b, c, _stream()), {"c": c}, {"c": expected[..., None]})
+
+
+def scaled_gemm(size: tuple[int, int, int], tile: tuple[int, int], cluster: tuple[int, int] = (1, 1)) -> Case:
+    """CUTLASS's block-scaled GEMM for Blackwell, c = (a * sa) (b * sb)^T of e4m3 matrices with a ue8m0 factor for 32 elements along k."""
+    module = _example("blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py")
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.nvgpu import OperandMajorMode
+    from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+    m, n, k = size
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, k, generator=g).to(torch.float8_e4m3fn) for rows in (m, n))
+    factors = [torch.randint(124, 131, (rows, k // 32), generator=g).to(torch.uint8) for rows in (m, n)]
+    packed = []
+    for f in factors:  # blocks of 128 rows by 4 factors; row r of a block lies at 16 (r % 32) + 4 (r / 32)
+        rows = -(-len(f) // 128) * 128
+        padded = torch.zeros(rows, k // 32, dtype=torch.uint8)
+        padded[: len(f)] = f
+        packed.append(padded.reshape(rows // 128, 4, 32, k // 128, 4).permute(0, 3, 2, 1, 4).contiguous())
+    c = torch.empty(m, n)
+    data = [a, b, *packed, c]
+    types = [cutlass.Float8E4M3FN] * 2 + [cutlass.Float8E8M0FNU] * 2 + [cutlass.Float32]
+    pointers = [
+        make_ptr(type_, t.data_ptr(), cute.AddressSpace.gmem, assumed_align=32)
+        for type_, t in zip(types, data, strict=True)
+    ]
+    kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(32, tile, cluster)
+    majors = (OperandMajorMode.K, OperandMajorMode.K, cutlass.tensor_utils.LayoutEnum.ROW_MAJOR)
+    active = 4 // (cluster[0] * cluster[1]) or 1
+    compiled = cute.compile(kernel, *pointers, majors, (m, n, k, 1), active, make_fake_stream())
+    scaled = [
+        t.double() * torch.exp2(f.double() - 127).repeat_interleave(32, 1) for t, f in zip((a, b), factors, strict=True)
+    ]
+    name = f"block-scaled GEMM {m}x{n}x{k}, tile {tile}, cluster {cluster}"
+    args = (*pointers, (m, n, k, 1), _stream())
+    return Case(name, compiled, args, {"c": c}, {"c": scaled[0] @ scaled[1].T}, tensors=data)

@@ -1,4 +1,4 @@
-"""CUTLASS's dense GEMMs for Hopper and Blackwell, unmodified, against float64."""
+"""CUTLASS's dense GEMMs for Hopper and Blackwell, block-scaled ones among them, unmodified, against float64."""
 
 from __future__ import annotations
 
@@ -59,3 +59,24 @@ def test_gemm(arch: str, what: dict[str, Any]) -> None:
     for options in SHUFFLED:
         case.run(**options, **use)
         assert case.bits() == bits, options
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "128x128": dict(size=(128, 128, 256), tile=(128, 128)),
+    "128x256": dict(size=(128, 256, 256), tile=(128, 256)),
+    "128x192": dict(size=(128, 384, 256), tile=(128, 192)),
+    "128x64": dict(size=(256, 128, 256), tile=(128, 64)),
+    "pairs": dict(size=(256, 256, 256), tile=(256, 128), cluster=(2, 1)),
+    "pairs, cluster 2x2": dict(size=(512, 512, 256), tile=(256, 256), cluster=(2, 2)),
+}
+
+
+@pytest.mark.parametrize("what", SCALED.values(), ids=SCALED)
+def test_block_scaled_gemm(what: dict[str, Any]) -> None:
+    """Scale factors come by TMA and tcgen05.cp; of tiles of 64 and 192 columns every other one starts inside a block of them."""
+    case = kernels.need("sm_100a", lambda: kernels.scaled_gemm(**what))
+    case.run(loads_end_by_use=True)
+    assert case.errors()["c"] < 1e-6
+    bits = case.bits()
+    case.run(loads_end_by_use=True, **SHUFFLED[0])
+    assert case.bits() == bits

@@ -257,7 +257,7 @@ static void define_part(const Mma *o, int which, const uint8_t *undefined)
 }
 
 /* One row's sums over what is stored of A, at `place` along k (NULL: all of it). */
-static void row_sums(const Mma *o, const float *row, const uint8_t *place, const float *b, uint32_t n, float *sum)
+static void row_sums(const Mma *o, const float *restrict row, const uint8_t *restrict place, const float *restrict b, uint32_t n, float *restrict sum)
 {
     for (int i = 0; i < o->k_stored; i++) {
         const float x = row[i], *column = b + (place ? place[i] : i) * WIDE;
@@ -266,8 +266,8 @@ static void row_sums(const Mma *o, const float *row, const uint8_t *place, const
     }
 }
 
-static void row_sums_scaled(const Mma *o, const float *row, const uint8_t *place, const float *b, uint32_t n, const float *a_scale, const float *b_scale,
-                            float *sum)
+static void row_sums_scaled(const Mma *o, const float *restrict row, const uint8_t *restrict place, const float *restrict b, uint32_t n,
+                            const float *restrict a_scale, const float *restrict b_scale, float *restrict sum)
 {
     const int each = o->k_stored / o->blocks;
     for (int block = 0; block < o->blocks; block++) {

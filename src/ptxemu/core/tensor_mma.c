@@ -270,7 +270,7 @@ static int mma(Warp *w, const Ins *ins, uint32_t m)
     const int group = flags >> 10 & 3;
     ctas_of(w, group, cta, "tcgen05.mma");
     Async *op = async_new(w, Q_TENSOR, mma_run);
-    Mma *o = op->data = emu_alloc(sizeof *o);
+    Mma *o = op->data = emu_alloc(offsetof(Mma, part) + group * sizeof(Part));
     o->kind = flags & 15;
     o->group = group;
     o->line = ins->line;

@@ -9,9 +9,9 @@ inside tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def check_bounds(bounds: Tensor, tokens: int, *, may_end_early: bool = False) ->
         fail(name, f"{last} last", f"T = {tokens} last" + (", or less with use_graph" if may_end_early else ""))
 
 
-class _Hashed:
+class Hashed:
     """A frozen dataclass that remembers its hash: problems are looked up at every call."""
 
     _hash: int
@@ -106,7 +106,7 @@ class _Hashed:
 
 
 @dataclass(frozen=True)
-class DeltaProblem(_Hashed):
+class DeltaProblem(Hashed):
     """All of a delta-rule call but its tensors.
 
     `gate` is `"log"` (g is the decay's logarithm), `"softplus"` or `"bounded"` (g is raw). `per_key` says whether g has one value per key
@@ -156,7 +156,7 @@ class DeltaProblem(_Hashed):
     slot_per_token: bool = False
     accepted_dtype: torch.dtype | None = None
 
-    __hash__ = _Hashed.__hash__  # a frozen dataclass would make its own
+    __hash__ = Hashed.__hash__  # a frozen dataclass would make its own
 
     @property
     def beta_limit(self) -> float:
@@ -168,11 +168,14 @@ class DeltaProblem(_Hashed):
         return (self.sequences, self.value_heads, *inner)
 
 
-@dataclass(frozen=True)
-class DeltaCall:
-    """A checked call: the problem and its tensors, parameters flattened."""
+class DeltaCall(NamedTuple):
+    """A checked call: the problem and its tensors, parameters flattened.
+
+    `known`: what later stages found out about calls that look like this one in all but addresses and values; they share it.
+    """
 
     problem: DeltaProblem
+    known: dict[Any, Any]
     q: Tensor
     k: Tensor
     v: Tensor
@@ -244,7 +247,11 @@ def _parameter(name: str, value: object, count: int, axes: str, device: torch.de
     value = check_tensor(name, value, device=device, axes=axes)
     if value.numel() != count:
         fail(name, describe(value), f"{count} elements, {axes}")
-    return value.reshape(count)
+    return _flat(value)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)
 
 
 def _matched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,60 +266,71 @@ def _matched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-_Signature = tuple[object, ...]
-_parsed: dict[_Signature, DeltaProblem] = {}
-_ALL = 20
-"""Arguments that a public chunked op hands on at least; where there are fewer, their names tell calls apart."""
 _REMEMBERED = 4096
-"""Signatures of calls that are kept."""
+"""Forms of calls that are kept."""
+Form = tuple[object, ...]
+_checked: dict[Form, tuple[Any, dict[Any, Any]]] = {}
 
 
-def _signature(op: str, tensors: tuple[Tensor, ...], rest: dict[str, Any]) -> _Signature | None:
-    """All of a chunked call that `parse_delta` looks at; None where that is not a plain tuple."""
-    if torch.compiler.is_compiling() or rest.get("cp_context") is not None or rest.get("recurrent"):
-        return None
-    found: list[object] = [op, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+def recall(names: Form, values: Iterable[object]) -> tuple[Form | None, Any, dict[Any, Any]]:
+    """The form of a call, its problem if one like it was checked before, and what is known of such calls.
+
+    The form is all that checks look at in the values of an op's arguments, and how tensors lie; `names` tells ops and their arguments
+    apart. It is None where the call cannot be remembered: torch.compile looks, sizes are symbols, tensors have no strides.
+    """
+    if torch.compiler.is_compiling():
+        return None, None, {}
     try:
-        for x in tensors:
-            found += (x.shape, x.dtype, x.device, x.requires_grad)
-        for x in rest.values():  # the public ops name all of their arguments, always in one order
-            if x is None or x is False or x is True:
-                found.append(x)
-            elif isinstance(x, Tensor):
-                found += (x.shape, x.dtype, x.device, x.requires_grad)
-            else:
-                found += (type(x), x)
-        q, k, v = tensors[:3]
-        signature = (*found, tuple(rest)) if len(rest) < _ALL else tuple(found)
-        hash(signature)
-        return signature if q.dtype == k.dtype == v.dtype else None  # else autocast decides
-    except (AttributeError, TypeError):
-        return None
+        form = (
+            names,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            *[
+                x
+                if x is None or x is False or x is True
+                else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+                if isinstance(x, Tensor)
+                else (type(x), x)  # True is 1 to a dict and not to a check
+                for x in values
+            ],
+        )
+        problem, known = _checked.get(form) or (None, {})
+    except (TypeError, RuntimeError):
+        return None, None, {}
+    return form, problem, known
+
+
+def remember(form: Form | None, problem: object, known: dict[Any, Any]) -> None:
+    """Have `recall` find a checked call's problem."""
+    if form is not None:
+        if len(_checked) >= _REMEMBERED:
+            _checked.clear()
+        _checked[form] = problem, known
 
 
 def parse_delta(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **rest: Any) -> DeltaCall:
     """Check one call of a delta-rule op and return it parsed; the arguments are those of the public ops.
 
-    A chunked call like an earlier one, in all that is checked, takes over the earlier one's problem.
+    A call like an earlier one, in all that is checked, takes over the earlier one's problem.
     """
-    signature = _signature(op, (q, k, v, g, beta), rest)
-    problem = None if signature is None else _parsed.get(signature)
-    if problem is not None:
-        a_log, bias = (rest.get("A_log"), rest.get("dt_bias")) if problem.gate != "log" else (None, None)
-        return DeltaCall(
-            problem, q, k, v, g, beta, None if a_log is None else a_log.reshape(-1), None if bias is None else bias.reshape(-1),
-            initial_state=rest.get("initial_state"), cu_seqlens=rest.get("cu_seqlens"), cu_seqlens_cpu=rest.get("cu_seqlens_cpu"),
-        )  # fmt: skip
-    call = _parse_delta(op, q, k, v, g, beta, **rest)
-    if signature is not None:
-        if len(_parsed) >= _REMEMBERED:
-            _parsed.clear()
-        _parsed[signature] = call.problem
-    return call
+    given = rest.get
+    form, problem, known = recall((op, *rest), (q, k, v, g, beta, *rest.values()))
+    if problem is None:
+        call = _parse_delta(op, known, q, k, v, g, beta, **rest)
+        if q.dtype == k.dtype == v.dtype and call.cp_context is None:  # else autocast, or what a context holds, decides
+            remember(form, call.problem, known)
+        return call
+    a_log = _flat(rest["A_log"]) if problem.has_a_log else None
+    bias = _flat(rest["dt_bias"]) if problem.has_dt_bias else None
+    return DeltaCall(
+        problem, known, q, k, v, g, beta, a_log, bias, given("gv"), given("initial_state"), given("cu_seqlens"), given("cu_seqlens_cpu"),
+        given("ssm_state_indices"), given("num_accepted_tokens"), given("out"),
+    )  # fmt: skip
 
 
 def _parse_delta(
     op: str,
+    known: dict[Any, Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -423,7 +441,7 @@ def _parse_delta(
         accepted_dtype=getattr(num_accepted_tokens, "dtype", None),
     )  # fmt: skip
     call = DeltaCall(
-        problem, q, k, v, g, beta, a_log, bias, gv, initial_state, cu_seqlens, cu_seqlens_cpu,
+        problem, known, q, k, v, g, beta, a_log, bias, gv, initial_state, cu_seqlens, cu_seqlens_cpu,
         ssm_state_indices, num_accepted_tokens, out, cp_context,
     )  # fmt: skip
     _check_states(call, recurrent)

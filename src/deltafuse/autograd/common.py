@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..problem import check_bounds
 from ..runtime.probe import environment
 
-Load = Callable[[str, Any, str], Callable[..., Any]]
+Function = Callable[..., Any]
+Load = Callable[[str, Any, str], Function]
 """`runtime.cache.load`, or what stands in for it."""
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -76,6 +77,18 @@ def machine(x: Tensor) -> dict[str, Any]:
     return {"arch": env.arch, "sms": env.sms}
 
 
+def leaf(x: Tensor) -> Tensor:
+    """x outside autograd: parameters ask for gradients where there are none, and DLPack may refuse to hand them over."""
+    return x.detach() if x.requires_grad else x
+
+
+def written(*tensors: Tensor | None) -> None:
+    """Tell autograd that kernels wrote to tensors of the caller's: what was saved of them before is no longer theirs."""
+    for x in tensors:
+        if x is not None and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
 def observed() -> bool:
     """Whether a compiler, modes or functional transforms want to see an op; where not, it may be run without the dispatcher."""
     return (
@@ -84,3 +97,16 @@ def observed() -> bool:
         or _len_torch_function_stack() > 0
         or maybe_current_level() is not None
     )
+
+
+def differentiable(forward: Function, setup: Callable[..., None], backward: Function) -> Function:
+    """What a custom op computes, with the op's gradients, without the dispatcher: for calls that are not `observed`."""
+
+    def both(ctx: Any, *inputs: Any) -> Any:  # torch would look at the signature of a forward apart at every call
+        output = forward(*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(both), "backward": staticmethod(backward)}
+    function: Any = type("Differentiable", (torch.autograd.Function,), methods)
+    return function.apply

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..problem import DeltaCall
 from ..reference.options import ceil_div
-from ..runtime.probe import Environment, environment
-from .common import check_once, host_bounds, observed
+from ..runtime.probe import environment
+from .common import check_once, differentiable, host_bounds, observed
 from .kda_backward import backward
-from .kda_cute import Flags, Kernels, flags_of, flags_once, forward, kernels_for, kernels_of
+from .kda_cute import Flags, Form, Inputs, Outputs, flags_of, kernels_for, kernels_of, run
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -23,31 +23,26 @@ _TENSORS = 10  # tensors at the front of the schema
 _READ = 8  # of which the backward pass reads again
 
 
-@torch.library.custom_op("deltafuse::kda_forward", mutates_args=(), schema=_SCHEMA)
-def _forward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
+def _compute(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     flags = Flags(*rest)
     env = environment(q.device.type, q.device.index)
     kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, flags, env.sms)
-    results = _run((q, k, v, g, beta, a_log, dt_bias, initial_state), cu, cu_cpu, early, flags, kernels, env)
-    empty = q.new_empty(0)
-    return tuple(empty.clone() if x is None else x for x in results)
+    assert env.arch is not None
+    form = Form.of(q, v, cu, flags, kernels, env.arch)
+    return _run(form, (q, k, v, g, beta, a_log, dt_bias, initial_state, cu), cu_cpu, early)
 
 
-def _run(
-    tensors: tuple[Any, ...],
-    cu: Tensor | None,
-    cu_cpu: Tensor | None,
-    early: bool,
-    flags: Flags,
-    kernels: Kernels,
-    env: Environment,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    q = tensors[0]
+def _run(form: Form, given: Inputs, cu_cpu: Tensor | None, early: bool) -> Outputs:
+    q, cu = given[0], given[8]
     if cu is not None:
         check_once(q, cu, cu_cpu, early)
-    assert env.arch is not None
-    o, state, states = forward(*tensors, cu, flags, kernels, env.arch)  # type: ignore[call-arg]
+    o, state, states = run(form, given)
     return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu))
+
+
+@torch.library.custom_op("deltafuse::kda_forward", mutates_args=(), schema=_SCHEMA)
+def _forward(q, *rest):  # type: ignore[no-untyped-def]
+    return tuple(q.new_empty(0) if x is None else x for x in _compute(q, *rest))
 
 
 def _by_chunk(states: Tensor, q: Tensor, bounds: Tensor | None) -> Tensor:
@@ -75,13 +70,7 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *flags
     return torch.empty_like(v, memory_format=torch.contiguous_format), state, states
 
 
-@torch.library.custom_op(
-    "deltafuse::kda_backward",
-    mutates_args=(),
-    schema=_SCHEMA.replace("bool final, bool states) -> (Tensor, Tensor, Tensor)", "bool final, Tensor grad_o, Tensor? grad_state)")
-    + " -> (" + ", ".join(["Tensor"] * _READ) + ")",
-)  # fmt: skip
-def _backward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
+def _compute_gradients(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     *numbers, grad_o, grad_state = rest
     flags = Flags(*numbers, states=False)  # type: ignore[misc]
     env = environment(q.device.type, q.device.index)
@@ -91,6 +80,15 @@ def _backward(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early
     grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, env.arch, env.sms)
     found = (grads.q, grads.k, grads.v, grads.g, grads.beta, grads.a_log, grads.dt_bias, grads.initial_state)
     return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+_backward = torch.library.custom_op(
+    "deltafuse::kda_backward",
+    _compute_gradients,
+    mutates_args=(),
+    schema=_SCHEMA.replace("bool final, bool states) -> (Tensor, Tensor, Tensor)", "bool final, Tensor grad_o, Tensor? grad_state)")
+    + " -> (" + ", ".join(["Tensor"] * _READ) + ")",
+)  # fmt: skip
 
 
 @_backward.register_fake
@@ -114,30 +112,35 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, _: Te
     f = ctx.flags
     if grad_o is None:
         grad_o = torch.zeros_like(read[2])
-    grads = torch.ops.deltafuse.kda_backward(
-        *read, cu, cu_cpu, ctx.early, *f.arguments[:-1], grad_o, grad_state if f.final else None
-    )
+    # Gradients of gradients there are none, which the op says.
+    op: Any = torch.ops.deltafuse.kda_backward if torch.is_grad_enabled() or observed() else _compute_gradients
+    grads = op(*read, cu, cu_cpu, ctx.early, *f.arguments[:-1], grad_o, grad_state if f.final else None)
     wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
     own = [grad if x is not None and need else None for grad, x, need in wanted]
     return *own, *([None] * (ctx.count - _READ))
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
+_differentiable = differentiable(_compute, _setup, _gradients)
 
 
 def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Run a chunked KDA call on this package's kernels."""
     p = call.problem
-    tensors = (call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state)
-    bounds = (call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
+    given = (call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens)
     state: Tensor | None
     states: Tensor | None
-    if p.requires_grad or observed():
-        o, state, states = torch.ops.deltafuse.kda_forward(*tensors, *bounds, *flags_of(p).arguments)
-    else:  # the dispatcher would have nothing to do but take its time
-        env = environment(p.device.type, p.device.index)
-        flags, kernels = flags_once(p), kernels_of(p, env.sms)
-        o, state, states = _run(tensors, *bounds, flags, kernels, env)
+    if observed() or p.requires_grad:
+        op = torch.ops.deltafuse.kda_forward if observed() else _differentiable
+        o, state, states = op(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
+    else:
+        form = call.known.get(Form)
+        if form is None:
+            env = environment(p.device.type, p.device.index)
+            assert env.arch is not None
+            form = Form.of(call.q, call.v, call.cu_seqlens, flags_of(p), kernels_of(p, env.sms), env.arch)
+            call.known[Form] = form
+        o, state, states = _run(form, given, call.cu_seqlens_cpu, p.use_graph)
     final = state if p.output_final_state else None
     if not p.intermediate_states:
         return o, final

@@ -22,7 +22,7 @@ from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig
 from ..kernels.schedule import Schedule, schedule
 from ..problem import DeltaProblem
 from ..runtime import cache
-from .common import DTYPE_NAMES, INDEX_NAMES, Load
+from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load
 from .scan import scan_slots, slot_kernels
 
 
@@ -188,10 +188,6 @@ def flags_of(p: DeltaProblem) -> Flags:
     )  # fmt: skip
 
 
-flags_once = lru_cache(maxsize=4096)(flags_of)
-"""`flags_of`, remembered; torch.compile would warn of it."""
-
-
 def aligned(x: Tensor) -> Tensor:
     """x itself where its rows are contiguous and start at multiples of 16 bytes, else one copy."""
     unit = 16 // x.element_size()
@@ -225,6 +221,71 @@ def padded_state(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> 
     return pad(state, (0, columns - have_columns, 0, rows - have_rows))
 
 
+@dataclass
+class Form:
+    """What calls whose tensors look the same have in common: flags, launch functions, sizes of what is allocated.
+
+    `fine`: tensors that look so were handed to the kernels as they are; only their addresses can keep others from it.
+    """
+
+    flags: Flags
+    kernels: Kernels
+    arch: str
+    load: Load
+    prepare: Function
+    scan: Function | None
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    widths: tuple[int, int]
+    sequences: int
+    slots: int
+    fine: bool = False
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        flags: Flags,
+        kernels: Kernels,
+        arch: str,
+        load: Load = cache.load,
+    ) -> Form:
+        batch, tokens, _, width = q.shape
+        value_heads, value_width = v.shape[2:]
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return Form(
+            flags, kernels, arch, load, load("warp.kda_prepare", kernels.prepare, arch),
+            None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads,
+            padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS), (width, value_width), sequences,
+            slots(batch, tokens, sequences, cu_seqlens is not None),
+        )  # fmt: skip
+
+    def laid_out(self, given: Inputs) -> Inputs:
+        """Inputs as kernels read them: in dtypes that they know, padded, aligned; themselves where they are so already."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens = given
+        if g.dtype not in DTYPE_NAMES:
+            g = g.float()
+        if beta.dtype not in DTYPE_NAMES:
+            beta = beta.float()
+        h0 = initial_state
+        if h0 is not None:
+            h0 = padded_state(h0, self.key_dim, self.value_dim, self.flags.state_v_first)
+        return (
+            widened(q, self.key_dim), widened(k, self.key_dim), widened(v, self.value_dim), widened(g, self.key_dim), beta,
+            parameter(a_log, 1, 1), parameter(dt_bias, self.widths[0], self.key_dim), h0,
+            None if cu_seqlens is None else aligned(cu_seqlens),
+        )  # fmt: skip
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, v, g, beta, A_log, dt_bias, the initial state, cu_seqlens."""
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""o, the final state and every slot's first state, the latter two None where not asked for. A slot is a chunk's place in the workspace:
+see `slots`."""
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -239,84 +300,69 @@ def forward(
     kernels: Kernels,
     arch: str,
     load: Load = cache.load,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """o, the final state and every slot's first state (the latter two None where not asked for), computed by the kernels.
+) -> Outputs:
+    """The forward pass, computed by the kernels."""
+    form = Form.of(q, v, cu_seqlens, flags, kernels, arch, load)
+    return run(form, (q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens))
 
-    A slot is a chunk's place in the workspace: see `slots`.
-    """
-    batch, tokens, _, width = q.shape
-    value_heads, value_width = v.shape[2:]
-    key_dim, value_dim = padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS)
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-    if g.dtype not in DTYPE_NAMES:
-        g = g.float()
-    if beta.dtype not in DTYPE_NAMES:
-        beta = beta.float()
-    q, k, g, v = widened(q, key_dim), widened(k, key_dim), widened(g, key_dim), widened(v, value_dim)
-    count = slots(batch, tokens, sequences, cu_seqlens is not None)
-    factors = q.new_empty((count, value_heads, 3, key_dim // 64, 64, 64))
-    scores = q.new_empty((count, value_heads, 2, 64, 64))
-    decay = q.new_empty((count, value_heads, key_dim), dtype=torch.float32)
-    operands = (factors, scores, decay)
-    load("warp.kda_prepare", kernels.prepare, arch)(
-        q, k, g, beta, parameter(a_log, 1, 1), parameter(dt_bias, width, key_dim), cu_seqlens, *operands, None,
-        flags.scale, flags.lower_bound, flags.beta_limit,
+
+def run(form: Form, given: Inputs) -> Outputs:
+    """`forward` of inputs of a known form."""
+    starts = given[0].data_ptr() | given[1].data_ptr() | given[2].data_ptr() | given[3].data_ptr()
+    for x in given[5:]:
+        if x is not None:
+            starts |= x.data_ptr()
+    if not form.fine or starts & 15:
+        inputs = form.laid_out(given)
+        form.fine = form.fine or all(a is b for a, b in zip(given, inputs, strict=True))
+        given = inputs
+    q, k, v, g, beta, a_log, dt_bias, h0, cu_seqlens = given
+    flags, heads, key_dim, value_dim = form.flags, form.value_heads, form.key_dim, form.value_dim
+    factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
+    scores = q.new_empty((form.slots, heads, 2, 64, 64))
+    decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
+    form.prepare(
+        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, None, flags.scale, flags.lower_bound, flags.beta_limit,
     )  # fmt: skip
+    operands = (factors, scores, decay)
+    if form.scan is None:
+        o, ht = scan_slots(
+            *operands, v, h0, cu_seqlens, final=flags.final, state_v_first=flags.state_v_first, arch=form.arch,
+            sms=BLACKWELL[form.arch], load=form.load,
+        )  # fmt: skip
+        return _narrowed(form, o, ht, None)
     inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
-    state_shape = (sequences, value_heads, *inner)
-    h0 = None if initial_state is None else padded_state(initial_state, key_dim, value_dim, flags.state_v_first)
-    if arch in BLACKWELL:
-        o, end = scan_slots(
-            *operands,
-            v,
-            h0,
-            cu_seqlens,
-            final=flags.final,
-            state_v_first=flags.state_v_first,
-            arch=arch,
-            sms=BLACKWELL[arch],
-            load=load,
-        )
-        return _narrowed(o, end, None, width, value_width, flags.state_v_first)
-    ht = q.new_empty(state_shape, dtype=torch.float32) if flags.final else None
-    hs = q.new_empty((count, *state_shape[1:])) if flags.states else None
-    o = q.new_empty((batch, tokens, value_heads, value_dim))
-    own_final = ht
-    if kernels.segment is not None:
-        h0 = _segment_states(kernels, operands, v, h0, ht, cu_seqlens, state_shape, arch, load)
+    ht = q.new_empty((form.sequences, heads, *inner), dtype=torch.float32) if flags.final else None
+    hs = q.new_empty((form.slots, heads, *inner)) if flags.states else None
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    plan, own_final = form.kernels.schedule, ht
+    if plan.segments > 1:
+        h0 = _segment_states(form, operands, v, h0, ht, cu_seqlens, inner)
         own_final = None
-    length = (kernels.schedule.segments, kernels.schedule.segment_chunks)
-    load("sm90.kda_scan", kernels.scan, arch)(*operands, v, h0, cu_seqlens, o, own_final, hs, *length)
-    return _narrowed(o, ht, hs, width, value_width, flags.state_v_first)
+    form.scan(factors, scores, decay, v, h0, cu_seqlens, o, own_final, hs, plan.segments, plan.segment_chunks)
+    return _narrowed(form, o, ht, hs)
 
 
 def _segment_states(
-    kernels: Kernels,
-    operands: tuple[Tensor, ...],
+    form: Form,
+    operands: tuple[Tensor, Tensor, Tensor],
     v: Tensor,
     h0: Tensor | None,
     ht: Tensor | None,
     cu_seqlens: Tensor | None,
-    state_shape: tuple[int, ...],
-    arch: str,
-    load: Load,
+    inner: tuple[int, int],
 ) -> Tensor:
     """Every segment's initial state; writes the final state `ht` where it is wanted."""
-    assert kernels.segment is not None
-    plan = kernels.schedule
-    sequences, value_heads = state_shape[:2]
-    key_dim, value_dim = operands[2].shape[2], v.shape[3]
-    units = sequences * plan.segments
-    factors = operands[0]
-    ends = factors.new_empty((units, value_heads, value_dim, key_dim), dtype=torch.float32)
-    transitions = factors.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
-    starts = factors.new_empty((units, *state_shape[1:]), dtype=torch.float32)
+    kernels, plan = form.kernels, form.kernels.schedule
+    units, heads, decay = form.sequences * plan.segments, form.value_heads, operands[2]
+    ends = decay.new_empty((units, heads, form.value_dim, form.key_dim))
+    transitions = decay.new_empty((units, heads, form.key_dim, form.key_dim))
+    starts = decay.new_empty((units, heads, *inner))
     length = (plan.segments, plan.segment_chunks)
-    load("sm90.kda_scan", kernels.segment, arch)(*operands, v, None, cu_seqlens, None, ends, None, *length)
-    load("sm90.kda_scan", kernels.transition, arch)(*operands, None, None, cu_seqlens, None, transitions, None, *length)
-    load("warp.kda_combine", kernels.combine, arch)(ends, transitions, h0, starts, ht, plan.segments)
+    segment, transition = (form.load("sm90.kda_scan", x, form.arch) for x in (kernels.segment, kernels.transition))
+    segment(*operands, v, None, cu_seqlens, None, ends, None, *length)
+    transition(*operands, None, None, cu_seqlens, None, transitions, None, *length)
+    form.load("warp.kda_combine", kernels.combine, form.arch)(ends, transitions, h0, starts, ht, plan.segments)
     return starts
 
 
@@ -325,15 +371,14 @@ def slots(batch: int, tokens: int, sequences: int, packed: bool) -> int:
     return tokens // CHUNK + sequences if packed else batch * -(-tokens // CHUNK)
 
 
-def _narrowed(
-    o: Tensor, ht: Tensor | None, hs: Tensor | None, key_dim: int, value_dim: int, v_first: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _narrowed(form: Form, o: Tensor, ht: Tensor | None, hs: Tensor | None) -> Outputs:
     """Outputs without the columns that were padded."""
-    if o.shape[-1] != value_dim:
-        o = o[..., :value_dim].contiguous()
-    rows, columns = (value_dim, key_dim) if v_first else (key_dim, value_dim)
+    key_dim, value_dim = form.widths
+    if (key_dim, value_dim) == (form.key_dim, form.value_dim):
+        return o, ht, hs
+    rows, columns = (value_dim, key_dim) if form.flags.state_v_first else (key_dim, value_dim)
 
     def cut(x: Tensor | None) -> Tensor | None:
         return x if x is None or x.shape[-2:] == (rows, columns) else x[..., :rows, :columns].contiguous()
 
-    return o, cut(ht), cut(hs)
+    return o if o.shape[-1] == value_dim else o[..., :value_dim].contiguous(), cut(ht), cut(hs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Environment:
     triton: str | None = None
     sms: int = 0
 
-    @property
+    @cached_property
     def arch(self) -> str | None:
         """What kernels are compiled for here, with all of the architecture's own instructions: "sm_90a"."""
         if self.capability is None:

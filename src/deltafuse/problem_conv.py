@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .problem import check_packing, check_tensor, check_written, describe, fail
+from .problem import Hashed, check_packing, check_tensor, check_written, describe, fail, recall, remember
 
 _FLA_BACKENDS = ("triton", "cuda", "mix")
 
 
 @dataclass(frozen=True)
-class ConvProblem:
+class ConvProblem(Hashed):
     """All of a convolution call but its tensors; `tokens` is 1 and `batch` the number of sequences in an update."""
 
     op: str
@@ -39,12 +40,14 @@ class ConvProblem:
     dtypes: tuple[torch.dtype, ...] = ()
     """Of all tensors that are there."""
 
+    __hash__ = Hashed.__hash__  # a frozen dataclass would make its own
 
-@dataclass(frozen=True)
-class ConvCall:
-    """A checked `causal_conv1d` call: x and the residual as `[B, T, D]`, `shape` as the caller has them."""
+
+class ConvCall(NamedTuple):
+    """A checked `causal_conv1d` call: x and the residual as `[B, T, D]`, `shape` as the caller has them; `known` as in `DeltaCall`."""
 
     problem: ConvProblem
+    known: dict[Any, Any]
     shape: torch.Size
     x: Tensor
     weight: Tensor
@@ -57,11 +60,11 @@ class ConvCall:
     cp_context: Any = None
 
 
-@dataclass(frozen=True)
-class ConvUpdateCall:
-    """A checked `causal_conv1d_update` call: x and the residual as `[N, D]`, `shape` as the caller has them."""
+class ConvUpdateCall(NamedTuple):
+    """A checked `causal_conv1d_update` call: x and the residual as `[N, D]`, `shape` as the caller has them; `known` as in `DeltaCall`."""
 
     problem: ConvProblem
+    known: dict[Any, Any]
     shape: torch.Size
     x: Tensor
     cache: Tensor
@@ -90,12 +93,16 @@ def _parameters(x: Tensor, weight: object, bias: object) -> tuple[Tensor, Tensor
     return weight, check_tensor("bias", bias, weight.shape[:1], device=x.device, axes="[D]")
 
 
-def _residual(residual: object, x: Tensor, flat: torch.Size, axes: str) -> Tensor | None:
-    """The residual in the flattened form of x; the caller's may have x's shape or the flattened one."""
+def _residual(residual: object, x: Tensor, flat: Sequence[int], axes: str) -> Tensor | None:
+    """The residual, which may have x's shape or the flattened one."""
     if residual is None:
         return None
     same = isinstance(residual, Tensor) and residual.shape == x.shape
-    return check_tensor("residual", residual, x.shape if same else flat, device=x.device, axes=axes).reshape(flat)
+    return check_tensor("residual", residual, x.shape if same else flat, device=x.device, axes=axes)
+
+
+def _reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -115,24 +122,60 @@ def parse_conv(
     chunk_indices: Tensor | None,
     cp_context: Any,
 ) -> ConvCall:
-    """Check one call of `causal_conv1d`."""
+    """Check one call of `causal_conv1d`; one like an earlier one takes over the earlier one's problem."""
+    args = (
+        x,
+        weight,
+        bias,
+        residual,
+        initial_state,
+        output_final_state,
+        activation,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+    )
+    form, problem, known = recall(("causal_conv1d",), args)
+    if problem is None:
+        problem = _check_conv(*args)
+        if cp_context is None:  # what a context holds is not in the form
+            remember(form, problem, known)
+    flat = (*x.shape[:2], problem.channels)
+    if cp_context is not None:  # the context says how the sequences lie, on all ranks together
+        cu_seqlens = cu_seqlens_cpu = None
+    return ConvCall(
+        problem, known, x.shape, _reshaped(x, flat), weight, bias, None if residual is None else _reshaped(residual, flat),
+        initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context,
+    )  # fmt: skip
+
+
+def _check_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    cp_context: Any,
+) -> ConvProblem:
     check_tensor("x", x, axes="[B, T, D]")
     weight, bias = _parameters(x, weight, bias)
     channels, width = weight.shape
     if x.dim() < 3 or math.prod(x.shape[2:]) != channels:
         fail("x", describe(x), f"shape [B, T, D], or [B, T, H, D / H], with D = {channels} as in weight")
-    flat = x.flatten(2)
     batch, tokens = x.shape[:2]
     if cp_context is not None:
         if initial_state is not None or output_final_state:
             fail("cp_context", "a context with states", "no `initial_state` and no `output_final_state`")
-        # The context says how the sequences lie, on all ranks together.
         cu_seqlens = cu_seqlens_cpu = None
     sequences = check_packing(cu_seqlens, cu_seqlens_cpu, batch, x.device)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, (sequences, channels, width), device=x.device, axes="[N, D, W]")
-    residual = _residual(residual, x, flat.shape, "[B, T, D]")
-    problem = ConvProblem(
+    residual = _residual(residual, x, (batch, tokens, channels), "[B, T, D]")
+    return ConvProblem(
         op="causal_conv1d",
         device=x.device,
         batch=batch,
@@ -153,10 +196,6 @@ def parse_conv(
         bounds_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
         dtypes=tuple(t.dtype for t in (x, weight, bias, residual, initial_state) if t is not None),
     )
-    return ConvCall(
-        problem, x.shape, flat, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices,
-        cp_context,
-    )  # fmt: skip
 
 
 def parse_conv_update(
@@ -167,22 +206,41 @@ def parse_conv_update(
     bias: Tensor | None,
     activation: str | None,
 ) -> ConvUpdateCall:
-    """Check one call of `causal_conv1d_update`."""
+    """Check one call of `causal_conv1d_update`; one like an earlier one takes over the earlier one's problem."""
+    args = (x, cache, residual, weight, bias, activation)
+    form, problem, known = recall(("causal_conv1d_update",), args)
+    if problem is None:
+        problem = _check_update(*args)
+        remember(form, problem, known)
+    flat = (problem.batch, problem.channels)
+    return ConvUpdateCall(
+        problem, known, x.shape, _reshaped(x, flat), cache, weight, bias,  # type: ignore[arg-type]
+        None if residual is None else _reshaped(residual, flat),
+    )  # fmt: skip
+
+
+def _check_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+) -> ConvProblem:
     check_tensor("x", x, axes="[N, D], [1, N, D] or [N, 1, D]")
     weight, bias = _parameters(x, weight, bias)
     channels, width = weight.shape
     rows = x.shape[:1] if x.dim() == 2 else x.shape[:2]
     if x.dim() < 2 or math.prod(x.shape[len(rows) :]) != channels or (len(rows) == 2 and 1 not in rows):
         fail("x", describe(x), f"shape [N, D], [1, N, D] or [N, 1, D], with D = {channels} as in weight")
-    flat = x.reshape(math.prod(rows), channels)
-    sequences = flat.shape[0]
+    sequences = math.prod(rows)
     check_tensor("cache", cache, (sequences, channels, width), device=x.device, axes="[N, D, W]")
     check_written("cache", cache)
-    residual = _residual(residual, x, flat.shape, "[N, D]")
+    residual = _residual(residual, x, (sequences, channels), "[N, D]")
     if _wants_gradients(x, cache, weight, bias, residual):
         instead = "use torch.no_grad, or causal_conv1d with initial_state"
         fail("cache", "a call where gradients are wanted", f"calls without, as it is overwritten ({instead})")
-    problem = ConvProblem(
+    return ConvProblem(
         op="causal_conv1d_update",
         device=x.device,
         batch=sequences,
@@ -199,4 +257,3 @@ def parse_conv_update(
         output_final_state=True,
         dtypes=tuple(t.dtype for t in (x, weight, bias, residual, cache) if t is not None),
     )
-    return ConvUpdateCall(problem, x.shape, flat, cache, weight, bias, residual)

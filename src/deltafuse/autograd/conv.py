@@ -14,7 +14,7 @@ from ..problem_conv import ConvCall, ConvUpdateCall
 from ..reference.conv import conv_backward, conv_forward, conv_update
 from ..support import Plan
 from . import conv_cute
-from .common import check_once, checked_bounds, machine, without_autocast
+from .common import check_once, checked_bounds, differentiable, machine, observed, without_autocast, written
 
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
 
@@ -24,13 +24,7 @@ def _bounds(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None)
     return cu_seqlens if cu_seqlens_cpu is None or x.device.type != "cpu" else cu_seqlens_cpu
 
 
-@torch.library.custom_op(
-    "deltafuse::causal_conv1d_fwd",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, "
-    f"{_PACKING}, bool silu, bool output_final_state, bool own) -> (Tensor, Tensor)",
-)
-def _forward(
+def _compute(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -41,18 +35,26 @@ def _forward(
     silu: bool,
     output_final_state: bool,
     own: bool,
-) -> tuple[Tensor, Tensor]:
+    known: dict[Any, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:
     if own:
         check_once(x, cu_seqlens, cu_seqlens_cpu)
-        where = machine(x)
-        y, state = conv_cute.forward(
-            x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state, **where
-        )
-        return y, x.new_empty(0) if state is None else state
+        given = (x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state)
+        return conv_cute.forward(*given, **machine(x), known=known)
     checked_bounds(x, cu_seqlens, cu_seqlens_cpu)
     bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
     with without_autocast(x):
-        y, state = conv_forward(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+        return conv_forward(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+
+
+@torch.library.custom_op(
+    "deltafuse::causal_conv1d_fwd",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, "
+    f"{_PACKING}, bool silu, bool output_final_state, bool own) -> (Tensor, Tensor)",
+)
+def _forward(x, *rest):  # type: ignore[no-untyped-def]
+    y, state = _compute(x, *rest)
     return y, x.new_empty(0) if state is None else state
 
 
@@ -74,13 +76,7 @@ def _(
     return x.new_empty(x.shape), state
 
 
-@torch.library.custom_op(
-    "deltafuse::causal_conv1d_bwd",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
-    f"{_PACKING}, bool silu, bool own, Tensor? grad_y, Tensor? grad_state, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward(
+def _compute_gradients(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -101,6 +97,15 @@ def _backward(
     with without_autocast(x):
         grads = conv_backward(x, weight, bias, initial_state, bounds, silu, grad_y, grad_state, needs)
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
+
+
+_backward = torch.library.custom_op(
+    "deltafuse::causal_conv1d_bwd",
+    _compute_gradients,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+    f"{_PACKING}, bool silu, bool own, Tensor? grad_y, Tensor? grad_state, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_backward.register_fake
@@ -133,9 +138,9 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
     needs = [need_x, need_weight, need_bias, need_state]
     grads: list[Tensor | None] = [None] * 4
     if any(needs):
-        found = torch.ops.deltafuse.causal_conv1d_bwd(
-            *ctx.saved_tensors, ctx.silu, ctx.own, grad_y, grad_state if ctx.final else None, needs
-        )
+        # Gradients of gradients there are none, which the op says.
+        op: Any = torch.ops.deltafuse.causal_conv1d_bwd if torch.is_grad_enabled() or observed() else _compute_gradients
+        found = op(*ctx.saved_tensors, ctx.silu, ctx.own, grad_y, grad_state if ctx.final else None, needs)
         grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
     grad_x, grad_weight, grad_bias, grad_initial = grads
     grad_residual = grad_y.to(ctx.residual_dtype) if need_residual and grad_y is not None else None
@@ -143,6 +148,7 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
+_differentiable = differentiable(_compute, _setup, _gradients)
 
 
 @torch.library.custom_op(
@@ -174,11 +180,16 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
 
         y, state = fla.conv(call)
     else:
-        y, state = torch.ops.deltafuse.causal_conv1d_fwd(
+        own = plan.backend == "cute"
+        given = (
             call.x, call.weight, call.bias, call.residual, call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu,
-            p.silu, p.output_final_state, plan.backend == "cute",
+            p.silu, p.output_final_state, own,
         )  # fmt: skip
-    return y.view(call.shape), state if p.output_final_state else None
+        if not own or observed():
+            y, state = torch.ops.deltafuse.causal_conv1d_fwd(*given)
+        else:
+            y, state = _differentiable(*given) if p.requires_grad else _compute(*given, call.known)
+    return y if y.shape == call.shape else y.view(call.shape), state if p.output_final_state else None
 
 
 def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -189,7 +200,11 @@ def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
 
         y = fla.conv_update(call)
     else:
-        y = torch.ops.deltafuse.causal_conv1d_update(
-            call.x, call.cache, call.weight, call.bias, call.residual, p.silu, plan.backend == "cute"
-        )
-    return y.view(call.shape), call.cache
+        own = plan.backend == "cute"
+        given = (call.x, call.cache, call.weight, call.bias, call.residual, p.silu)
+        if not own or observed():
+            y = torch.ops.deltafuse.causal_conv1d_update(*given, own)
+        else:
+            y = conv_cute.update(*given, **machine(call.x), known=call.known)
+            written(call.cache)
+    return y if y.shape == call.shape else y.view(call.shape), call.cache

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.config import ConvBackwardConfig, ConvConfig, ConvUpdateConfig
 from ..runtime import cache
-from .common import DTYPE_NAMES, INDEX_NAMES, Load
+from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, leaf
 
 FORWARD, BACKWARD, UPDATE = "warp.conv_forward", "warp.conv_backward", "warp.conv_update"
 
@@ -52,12 +52,39 @@ def _rows(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _rows_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _rows(x)
+
+
 def _flat(x: Tensor) -> Tensor:
     """x itself where it is contiguous and aligned, else a copy."""
-    x = x.detach()
+    x = leaf(x)
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What calls have in common whose tensors look the same and start at the same bytes of 16: a launch function, None where there is
+    nothing to do, tokens of a range (sequences of a thread in an update), and whether tensors are handed over as they are."""
+
+    function: Function | None
+    span: int
+    fine: bool
+
+
+def _starts(given: Iterable[Tensor | None], load: Load) -> tuple[object, ...]:
+    """What a launch is known by: where tensors start, as far as it matters, and where its function is from."""
+    return load, *[None if x is None else x.data_ptr() & 15 for x in given]
+
+
+def _laid_out(given: Iterable[Tensor | None], right: Iterable[Callable[[Any], Any]]) -> Any:
+    return tuple([f(x) for f, x in zip(right, given, strict=True)])
+
+
+def _same(given: Iterable[Tensor | None], laid_out: Iterable[Tensor | None]) -> bool:
+    return all(a is b for a, b in zip(given, laid_out, strict=True))
 
 
 def _flat_or_none(x: Tensor | None) -> Tensor | None:
@@ -148,21 +175,47 @@ def forward(
     sms: int,
     load: Load = cache.load,
     tuning: Tuning = AUTO,
+    known: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`y` `[B, T, D]` and the last W inputs `[N, D, W]` of every sequence, both in x's dtype."""
-    x, residual = _rows(x), None if residual is None else _rows(residual)
-    weight, bias, initial_state, bounds = _flat(weight), *map(_flat_or_none, (bias, initial_state, bounds))
-    config = forward_config(x, weight, bias, residual, initial_state, bounds, silu, output_final_state, tuning)
-    batch, length, channels = x.shape
-    sequences = batch if bounds is None else bounds.shape[0] - 1
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    state = x.new_empty((sequences, channels, config.width)) if output_final_state else None
-    if y.numel() or (state is not None and state.numel()):
-        tokens = tuning.tokens or range_tokens(
-            batch * length, channels, config.vector, config.columns, sms, config.blocks,
-            most=24, group=config.rows, less=0,
-        )  # fmt: skip
-        load(FORWARD, config, arch)(x, weight, bias, residual, initial_state, bounds, y, state, tokens)
+    """`y` `[B, T, D]` and the last W inputs `[N, D, W]` of every sequence, both in x's dtype.
+
+    `known`: what is known of calls with tensors that look like these and the same other arguments.
+    """
+    known = {} if known is None else known
+    given: tuple[Any, ...] = tuple(
+        [t if t is None else leaf(t) for t in (x, weight, bias, residual, initial_state, bounds)]
+    )
+    starts = _starts(given, load)
+    launch: _Launch | None = known.get(starts)
+    if launch is None or not launch.fine:
+        right = (_rows, _flat, _flat_or_none, _rows_or_none, _flat_or_none, _flat_or_none)
+        laid_out: tuple[Any, Any, Any, Any, Any, Any] = _laid_out(given, right)
+        if launch is None:
+            config = forward_config(*laid_out, silu=silu, output_final_state=output_final_state, tuning=tuning)
+            rows = x.shape[0] * x.shape[1]
+            sequences = x.shape[0] if bounds is None else bounds.shape[0] - 1
+            tokens = tuning.tokens or range_tokens(
+                rows,
+                weight.shape[0],
+                config.vector,
+                config.columns,
+                sms,
+                config.blocks,
+                most=24,
+                group=config.rows,
+                less=0,
+            )
+            idle = x.numel() == 0 and not (output_final_state and sequences)
+            launch = _Launch(None if idle else load(FORWARD, config, arch), tokens, _same(given, laid_out))
+            known[starts] = launch
+        given = laid_out
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    state = None
+    if output_final_state:
+        sequences = x.shape[0] if bounds is None else bounds.shape[0] - 1
+        state = x.new_empty((sequences, *weight.shape))
+    if launch.function is not None:
+        launch.function(*given, y, state, launch.span)
     return y, state
 
 
@@ -243,6 +296,11 @@ def _lies_well(state: Tensor) -> bool:
     return state.stride(2) == 1 and (channels == 1 or state.stride(1) == width)
 
 
+def _states(state: Tensor) -> Tensor:
+    """A cache itself where it lies well, else a copy."""
+    return state if _lies_well(state) else torch.empty(state.shape, dtype=state.dtype, device=state.device).copy_(state)
+
+
 def update_config(
     x: Tensor,
     state: Tensor,
@@ -278,24 +336,35 @@ def update(
     sms: int,
     load: Load = cache.load,
     tuning: Tuning = AUTO,
+    known: dict[Any, Any] | None = None,
 ) -> Tensor:
-    """One more token x `[N, D]` of every sequence: its output in x's dtype; the cache `[N, D, W]` moves on in place."""
-    x, residual = _rows(x), None if residual is None else _rows(residual)
-    weight, bias = _flat(weight), _flat_or_none(bias)
-    given = state
-    if not _lies_well(state):
-        state = torch.empty(state.shape, dtype=state.dtype, device=state.device).copy_(state)
-    config = update_config(x, state, weight, bias, residual, silu, tuning)
-    count, channels = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if count:
-        tiles = -(-channels // (config.vector * config.columns))
-        span = tuning.tokens or -(-count * tiles // (sms * 8 * (_THREADS // config.columns)))
-        if span > 1:
-            span = -(-span // config.rows) * config.rows
-        load(UPDATE, config, arch)(x, state, weight, bias, residual, y, span)
-        if state is not given:
-            given.copy_(state)
+    """One more token x `[N, D]` of every sequence: its output in x's dtype; the cache `[N, D, W]` moves on in place.
+
+    `known` as in `forward`.
+    """
+    known = {} if known is None else known
+    given: tuple[Any, ...] = tuple([t if t is None else leaf(t) for t in (x, state, weight, bias, residual)])
+    starts = _starts(given, load)
+    launch: _Launch | None = known.get(starts)
+    if launch is None or not launch.fine:
+        right = (_rows, _states, _flat, _flat_or_none, _rows_or_none)
+        laid_out: tuple[Any, Any, Any, Any, Any] = _laid_out(given, right)
+        if launch is None:
+            config = update_config(*laid_out, silu=silu, tuning=tuning)
+            count, channels = x.shape
+            tiles = -(-channels // (config.vector * config.columns))
+            span = tuning.tokens or -(-count * tiles // (sms * 8 * (_THREADS // config.columns)))
+            if span > 1:
+                span = -(-span // config.rows) * config.rows
+            launch = _Launch(load(UPDATE, config, arch) if count else None, span, _same(given, laid_out))
+            known[starts] = launch
+        given = laid_out
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if launch.function is not None:
+        launch.function(*given, y, launch.span)
+        moved = given[1]
+        if not launch.fine and moved.data_ptr() != state.data_ptr():
+            state.copy_(moved)
     return y
 
 
@@ -316,7 +385,7 @@ def kernels_of(
     x and the residual `[B, T, D]`; tensors may be on the `meta` device. The gradient of y is taken to be contiguous. With a final
     state there are two kernels for the gradient: the state may have one or not.
     """
-    x, residual = _rows(x), None if residual is None else _rows(residual)
+    x, residual = _rows(x), _rows_or_none(residual)
     kernels: list[tuple[str, Any]] = [
         (FORWARD, forward_config(x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state))
     ]
@@ -337,7 +406,7 @@ def update_kernels_of(
     silu: bool = False,
 ) -> tuple[tuple[str, Any], ...]:
     """The kernel of a call of `causal_conv1d_update`, as `kernels_of`."""
-    x, residual = _rows(x), None if residual is None else _rows(residual)
+    x, residual = _rows(x), _rows_or_none(residual)
     if not _lies_well(state):
         state = torch.empty(state.shape, dtype=state.dtype, device="meta")
     return ((UPDATE, update_config(x, state, weight, bias, residual, silu)),)

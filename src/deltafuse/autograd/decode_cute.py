@@ -7,9 +7,9 @@ are laid out as kernels read them, nothing is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..problem import DeltaCall, DeltaProblem
 from ..reference.chunk import DeltaTensors
 from ..reference.options import DeltaOptions
 from ..runtime import cache
-from .common import DTYPE_NAMES, INDEX_NAMES, Load
+from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, leaf
 
 KERNEL = "warp.delta_decode"
 COLUMNS = 16
@@ -67,13 +67,9 @@ def _layout(config: DecodeConfig, few: bool) -> tuple[int, int]:
     return (2, 2 * COLUMNS) if wide else (4, COLUMNS)
 
 
-def _of_call(call: DeltaCall) -> tuple[DeltaTensors, DeltaOptions]:
-    p = call.problem
-    tensors = DeltaTensors(
-        call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens
-    )
-    options = DeltaOptions(p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first)
-    return tensors, options
+def options_of(p: DeltaProblem) -> DeltaOptions:
+    """The options of a call that goes token by token."""
+    return DeltaOptions(p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first)
 
 
 def _store(indices: Tensor | None, token_states: bool) -> str:
@@ -105,15 +101,25 @@ def kernels_of(p: DeltaProblem) -> tuple[tuple[str, DecodeConfig], ...]:
 
 def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[Tensor, Tensor | None]:
     """A checked call of a recurrent op, without gradients: `(o, final states, pool or the state after every token; or None)`."""
-    p, (tensors, options) = call.problem, _of_call(call)
+    p, known = call.problem, call.known
+    tensors = DeltaTensors(
+        call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens
+    )
+    options = known.get(DeltaOptions)
+    if options is None:
+        options = known[DeltaOptions] = options_of(p)
     if not (p.pooled or p.inplace):
-        return recurrent_forward(tensors, options, final=p.output_final_state, out=call.out, arch=arch, load=load)
+        return recurrent_forward(
+            tensors, options, final=p.output_final_state, out=call.out, arch=arch, load=load, known=known
+        )
     pool, states = call.initial_state, None
     assert pool is not None
     out = torch.empty_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out
     if not p.inplace:
         states = pool.new_empty((p.batch * p.tokens, *pool.shape[1:]))
-    recurrent_serve(tensors, options, pool, call.state_indices, call.accepted, out, states, arch=arch, load=load)
+    recurrent_serve(
+        tensors, options, pool, call.state_indices, call.accepted, out, states, arch=arch, load=load, known=known
+    )
     return out, pool if states is None else states
 
 
@@ -141,11 +147,6 @@ def _parameter(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.detach().float().contiguous()
 
 
-def _leaf(x: Tensor) -> Tensor:
-    """x outside autograd: parameters ask for gradients where there are none, and DLPack may refuse to hand them over."""
-    return x.detach() if x.requires_grad else x
-
-
 def _bytes(x: Tensor) -> int:
     """From x's first byte to its last."""
     if not x.numel():
@@ -157,7 +158,7 @@ def _bytes(x: Tensor) -> int:
 class _Plan:
     """What depends on the dtypes, shapes and strides of a call alone: its kernel, whether tensors lie right, and how long they are."""
 
-    function: Callable[..., Any]
+    function: Function
     rows: tuple[bool, bool, bool]
     states: tuple[bool, bool]
     parameters: bool
@@ -191,6 +192,35 @@ def _plan(
     )  # fmt: skip
 
 
+def _find_plan(
+    t: DeltaTensors,
+    options: DeltaOptions,
+    tensors: tuple[Tensor | None, ...],
+    store: str,
+    arch: str,
+    load: Load,
+    layout: tuple[int, int] | None,
+) -> tuple[_Plan, bool] | None:
+    """The plan of a launch on the kernel's tensors, and whether all lie right; None where there is nothing to launch."""
+    forms = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
+    key = (arch, load, layout, store, options, forms)
+    found = _plans.get(key)
+    if found is None:
+        state, indices, accepted, _, out, final = tensors[7:]
+        assert out is not None
+        if t.sequences == 0 or (indices is not None and state is not None and not state.shape[0]):
+            return None
+        read, written = (None if x is None else x.dtype for x in (state, final))
+        config = decode_config(
+            t, options, state=read, final=written, store=store, indices=indices, accepted=accepted, layout=layout
+        )
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        plan = _plan(t, out, state, final, config, load, arch)
+        found = _plans[key] = plan, plan.fine
+    return found
+
+
 def launch(
     t: DeltaTensors,
     options: DeltaOptions,
@@ -204,30 +234,25 @@ def launch(
     arch: str,
     load: Load = cache.load,
     layout: tuple[int, int] | None = None,
+    known: dict[Any, Any] | None = None,
 ) -> None:
     """Run the kernel: reads `state` (None: zeros), writes `out`, and `final` (which may be `state`) as `store` says.
 
     What does not lie as the kernel wants it is copied, and copied back where it is written. `layout` as in `decode_config`.
+    `known`: what is known of calls with tensors that look like these and the same other arguments.
     """
     given = (t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias, state, indices, accepted, t.cu_seqlens, out, final)
-    tensors = tuple([x if x is None else _leaf(x) for x in given])
-    forms = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
-    key = (arch, load, layout, store, options, forms)
-    found = _plans.get(key)
+    tensors = tuple([x if x is None else leaf(x) for x in given])
+    found = None if known is None else known.get((_Plan, load))
     if found is None:
-        if t.sequences == 0 or (indices is not None and state is not None and not state.shape[0]):
+        found = _find_plan(t, options, tensors, store, arch, load, layout)
+        if found is None:
             out.zero_()
             if store == "each" and final is not None:
                 final.zero_()
             return
-        read, written = (None if x is None else x.dtype for x in (state, final))
-        config = decode_config(
-            t, options, state=read, final=written, store=store, indices=indices, accepted=accepted, layout=layout
-        )
-        if len(_plans) >= _PLANS:
-            _plans.clear()
-        plan = _plan(t, out, state, final, config, load, arch)
-        found = _plans[key] = plan, plan.fine
+        if known is not None:
+            known[_Plan, load] = found
     plan, fine = found
     starts = [t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.g.data_ptr(), t.beta.data_ptr()]
     first = out.data_ptr()
@@ -255,7 +280,7 @@ def _launch_on_copies(
 ) -> None:
     def right(x: Tensor | None, fine: bool) -> Tensor | None:
         if x is None or (fine and x.data_ptr() % 16 == 0):
-            return x if x is None else _leaf(x)
+            return x if x is None else leaf(x)
         return x.detach().clone(memory_format=torch.contiguous_format)
 
     args = list(tensors)
@@ -280,6 +305,7 @@ def recurrent_forward(
     out: Tensor | None = None,
     arch: str,
     load: Load = cache.load,
+    known: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`(o [B, T, HV, V] in q's dtype, final state in float32, or None where it is not wanted)`."""
     if out is None:
@@ -289,7 +315,15 @@ def recurrent_forward(
         inner = (t.v.shape[3], t.q.shape[3]) if options.state_v_first else (t.q.shape[3], t.v.shape[3])
         written = t.q.new_empty((t.sequences, t.v.shape[2], *inner), dtype=torch.float32)
     launch(
-        t, options, state=t.initial_state, final=written, store="last" if final else "", out=out, arch=arch, load=load
+        t,
+        options,
+        state=t.initial_state,
+        final=written,
+        store="last" if final else "",
+        out=out,
+        arch=arch,
+        load=load,
+        known=known,
     )
     return out, written
 
@@ -305,6 +339,7 @@ def recurrent_serve(
     *,
     arch: str,
     load: Load = cache.load,
+    known: dict[Any, Any] | None = None,
 ) -> None:
     """Decode on a pool of states, which is written unless `token_states` is there to take the state after every token.
 
@@ -313,7 +348,7 @@ def recurrent_serve(
     final = pool if token_states is None else token_states
     launch(
         t, options, state=pool, final=final, store=_store(indices, token_states is not None), out=out, indices=indices,
-        accepted=accepted, arch=arch, load=load,
+        accepted=accepted, arch=arch, load=load, known=known,
     )  # fmt: skip
 
 
@@ -323,8 +358,7 @@ LAYER_WARPS = {64: 24, 128: 16, 256: 8}
 """Warps of 16 columns of V that a CTA of the layer's kernel holds, by K."""
 
 
-@dataclass(frozen=True)
-class LayerToken:
+class LayerToken(NamedTuple):
     """One token a sequence of a KDA layer: what its projections give, rows `[N, ...]`, and its parameters.
 
     xq, xk `[N, H * K]`, xv, z `[N, HV * V]`, f `[N, HV * K]` the raw gate, beta `[N, HV]` raw; of the convolutions of q, k, v the caches
@@ -351,8 +385,18 @@ class LayerToken:
         return self.f.shape[1] // self.xq.shape[1]
 
 
+def layer_misplaced(t: LayerToken) -> bool:
+    """Whether caches or weights start where the layer's kernel cannot read a channel's taps at once."""
+    starts = [0, 0]
+    for i, group in enumerate((t.caches, t.weights)):
+        for x in group:
+            starts[i] |= x.data_ptr()
+    taps, cache, weight = t.weights[0].shape[1], t.caches[0].element_size(), t.weights[0].element_size()
+    return starts[0] % (taps * cache) != 0 or starts[1] % (taps * weight) != 0
+
+
 def layer_unsupported(t: LayerToken, state: Tensor | None) -> str | None:
-    """Why the layer's kernel cannot take a token; None where it can."""
+    """Why the layer's kernel cannot take a token, wherever its tensors start; None where it can."""
     rows = (t.xq, t.xk, t.xv, t.f, t.beta, t.z)
     if any(x.dtype != t.xq.dtype or x.dtype not in DTYPE_NAMES for x in rows):
         return "the layer kernel takes projections in one dtype, bfloat16, float16 or float32"
@@ -372,10 +416,8 @@ def layer_unsupported(t: LayerToken, state: Tensor | None) -> str | None:
     taps = t.weights[0].shape[1]
     if taps not in (2, 4) or any(x.stride(2) != 1 or x.stride(1) != taps or x.stride(0) % taps for x in t.caches):
         return "the layer kernel takes 2 or 4 taps, caches contiguous in their last two dimensions"
-    if any(not x.is_contiguous() for x in t.weights) or any(
-        x.data_ptr() % (taps * x.element_size()) for x in (*t.caches, *t.weights)
-    ):
-        return "the layer kernel takes contiguous, aligned weights and caches"
+    if not all(x.is_contiguous() for x in t.weights):
+        return "the layer kernel takes contiguous weights"
     if t.key_dim not in LAYER_WARPS or t.value_dim % COLUMNS or t.value_dim > COLUMNS * LAYER_WARPS[t.key_dim]:
         return f"the layer kernel takes no K {t.key_dim} with V {t.value_dim}"
     if t.ratio not in (1, 2, 4, 8):
@@ -403,10 +445,12 @@ def layer_token(
     out: Tensor | None = None,
     arch: str,
     load: Load = cache.load,
+    known: dict[Any, Any] | None = None,
 ) -> Tensor:
     """What the layer's output projection takes, `[N, HV * V]`; moves the caches on, and writes the states after the token to `final`.
 
     y = rms_norm(delta_rule(silu(conv(x)))) sigmoid(z), with q and k normalised, `options.gate` and beta's sigmoid. `final` may be `state`.
+    `known` as in `launch`.
     """
     if out is None:
         out = torch.empty_like(t.xv, memory_format=torch.contiguous_format)
@@ -420,7 +464,12 @@ def layer_token(
     xq, xk, xv, f, beta, z = (x if x.stride(1) == 1 else x.contiguous() for x in (t.xq, t.xk, t.xv, t.f, t.beta, t.z))
     if not _rows_fine(f, t.key_dim) or f.data_ptr() % 16:
         f = f.clone(memory_format=torch.contiguous_format)
-    load(LAYER_KERNEL, layer_config(t, options, state, final), arch)(
+    function = None if known is None else known.get((LayerDecodeConfig, load))
+    if function is None:
+        function = load(LAYER_KERNEL, layer_config(t, options, state, final), arch)
+        if known is not None:
+            known[LayerDecodeConfig, load] = function
+    function(
         xq, xk, xv, *t.caches, *t.weights, *(t.biases or (None,) * 3), f, beta, z, t.norm,
         _parameter(t.a_log), _parameter(t.dt_bias), state, out, held, options.scale, options.lower_bound, options.beta_limit, eps,
     )  # fmt: skip

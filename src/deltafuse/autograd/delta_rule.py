@@ -17,7 +17,7 @@ from ..reference.options import CHUNKS_A_WINDOW, DeltaOptions, ceil_div, compute
 from ..reference.recurrent import recurrent_forward, recurrent_serve
 from ..support import Plan
 from . import decode_cute
-from .common import check_once, checked_bounds, host_bounds, machine, observed, without_autocast
+from .common import check_once, checked_bounds, host_bounds, machine, observed, without_autocast, written
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias"
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool may_end_early"
@@ -265,7 +265,10 @@ def recurrent(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
     own = plan.backend == "cute"
     if own and not (p.requires_grad or observed()):
         check_once(call.q, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
-        return decode_cute.recurrent(call, arch=machine(call.q)["arch"])
+        results = decode_cute.recurrent(call, arch=machine(call.q)["arch"])
+        if p.inplace or call.out is not None:
+            written(call.out, call.initial_state if p.inplace else None)
+        return results
     if p.pooled or p.inplace or call.out is not None:
         return _served(call, own)
     o, state = torch.ops.deltafuse.recurrent_delta_rule(

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..problem import DeltaCall
-from ..reference.options import DeltaOptions
+from ..problem import DeltaCall, recall, remember
 from ..runtime import cache
 from ..support import Plan
 from . import decode_cute
-from .common import machine, observed
+from .common import leaf, machine, observed, written
 
 
 def token(
@@ -40,35 +39,28 @@ def token(
         or p.gate == "log"
     ):
         return None
-    rows = [x.flatten(2).squeeze(1) for x in (call.q, call.k, call.v, call.g, call.beta.unsqueeze(3), z)]
-    weights, biases = [x.detach() for x in weights], None if biases is None else [x.detach() for x in biases]
-    norm = None if norm is None else norm.detach()
-    if not _fits(p.batch, rows, caches, weights, biases, norm, p.value_dim):
-        return None
+    given = (z, *caches, *weights, *(biases or ()), norm)
+    form, fits, known = recall(("kda_layer_token", p, None if biases is None else len(biases)), given)
+    rows = [x.reshape(p.batch, -1) for x in (call.q, call.k, call.v, call.g, call.beta, z)]
     xq, xk, xv, f, beta, output_gate = rows
-    given = decode_cute.LayerToken(
-        xq,
-        xk,
-        xv,
-        f,
-        beta,
-        output_gate,
-        caches,
-        weights,
-        biases,
-        norm,
-        call.a_log,
-        call.dt_bias,
-        p.key_dim,
-        p.value_dim,
-    )
-    if decode_cute.layer_unsupported(given, state) is not None:
+    weights, biases = [leaf(x) for x in weights], None if biases is None else [leaf(x) for x in biases]
+    norm = None if norm is None else leaf(norm)
+    t = decode_cute.LayerToken(
+        xq, xk, xv, f, beta, output_gate, caches, weights, biases, norm, call.a_log, call.dt_bias, p.key_dim, p.value_dim
+    )  # fmt: skip
+    if fits is None:
+        fits = _fits(p.batch, rows, caches, weights, biases, norm, p.value_dim)
+        fits = fits and decode_cute.layer_unsupported(t, state) is None
+        remember(form, fits, known)
+    if not fits or decode_cute.layer_misplaced(t):
         return None
     # Parameters stay leaves that want gradients where there is no autograd; DLPack may refuse to hand them over.
-    state = state.detach()
-    options = DeltaOptions(p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first)
+    state = leaf(state)
     final = torch.empty(state.shape, dtype=torch.float32, device=state.device)
-    y = decode_cute.layer_token(given, options, state, final, eps=eps, arch=machine(call.q)["arch"], load=cache.load)
+    y = decode_cute.layer_token(
+        t, decode_cute.options_of(p), state, final, eps=eps, arch=machine(call.q)["arch"], load=cache.load, known=known
+    )
+    written(*caches)
     return y.unsqueeze(1), final
 
 

@@ -1,0 +1,225 @@
+"""Calls on this package's own kernels, without a GPU: what launch functions are handed, the first time and when a call is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deltafuse
+from deltafuse import problem
+from deltafuse.autograd import decode_cute
+from deltafuse.kda import kda_layer_token
+from deltafuse.runtime import cache, probe
+
+HOPPER = probe.Environment("cuda", (9, 0), "a Hopper", dsl="4.8.1", sms=132)
+BF16 = torch.bfloat16
+Launch = tuple[str, Any, tuple[Any, ...]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What is launched on a CPU that passes for a Hopper, with the arguments; tensors are left as they are."""
+    found: list[Launch] = []
+
+    def find(key: cache.Key) -> cache.Function:
+        return lambda *args: found.append((key[0], key[1], args))
+
+    monkeypatch.setattr(probe, "_environment", lambda *_: HOPPER)
+    monkeypatch.setattr(cache, "_find", find)
+    monkeypatch.setattr(cache, "_loaded", {})
+    monkeypatch.setattr(problem, "_checked", {})
+    monkeypatch.setattr(decode_cute, "_plans", {})
+    return found
+
+
+def at(start: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Contiguous random numbers that start `start` elements after a multiple of 16 bytes."""
+    size = torch.Size(shape).numel()
+    return torch.randn(size + 64).to(dtype)[start : start + size].view(shape)
+
+
+def chunked(start: int = 0, **changed: Any) -> dict[str, Any]:
+    given = {name: at(start, 1, 70, 2, 64) for name in "qkvg"} | {"beta": at(0, 1, 70, 2)}
+    given |= {"A_log": torch.rand(2), "dt_bias": torch.rand(128)}
+    return given | {"use_gate_in_kernel": True, "backend": "cute"} | changed
+
+
+def token(start: int = 0, **changed: Any) -> dict[str, Any]:
+    given = {name: at(start, 2, 1, 2, 64) for name in "qkvg"} | {"beta": at(0, 2, 1, 2)}
+    return given | {"initial_state": at(0, 2, 2, 64, 64, dtype=torch.float32), "backend": "cute"} | changed
+
+
+def sequences(start: int = 0, **changed: Any) -> dict[str, Any]:
+    return {"x": at(start, 2, 9, 48), "weight": at(0, 48, 4), "backend": "cute"} | changed
+
+
+def step(start: int = 0, **changed: Any) -> dict[str, Any]:
+    return {"x": at(start, 3, 48), "cache": at(0, 3, 48, 4), "weight": at(0, 48, 4), "backend": "cute"} | changed
+
+
+OPS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]], Sequence[str]]] = {
+    "chunk_kda": (deltafuse.chunk_kda, chunked, "qkvg"),
+    "fused_recurrent_kda": (deltafuse.fused_recurrent_kda, token, "qkvg"),
+    "causal_conv1d": (deltafuse.causal_conv1d, sequences, ("x", "weight")),
+    "causal_conv1d_update": (deltafuse.causal_conv1d_update, step, ("x", "weight")),
+}
+every_op = pytest.mark.parametrize("name", OPS)
+
+
+def described(launches: list[Launch]) -> list[Any]:
+    """Launches without addresses and values."""
+    form = [[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in args] for *_, args in launches]
+    return [(kernel, config, args) for (kernel, config, _), args in zip(launches, form, strict=True)]
+
+
+def handed(launches: list[Launch]) -> list[Tensor]:
+    return [x for *_, args in launches for x in args if isinstance(x, Tensor)]
+
+
+@every_op
+def test_a_remembered_call_launches_the_same_on_its_own_tensors(name: str, launches: list[Launch]) -> None:
+    op, inputs, read = OPS[name]
+    with torch.no_grad():
+        op(**inputs())
+        first = described(launches)
+        for _ in range(2):
+            launches.clear()
+            given = inputs()
+            op(**given)
+            assert described(launches) == first
+            assert all(any(given[x] is y for y in handed(launches)) for x in read)
+
+
+@pytest.mark.parametrize(("name", "read"), [("chunk_kda", "qkvg"), ("fused_recurrent_kda", "qkg")])
+def test_kernels_get_aligned_tensors_wherever_a_remembered_call_s_start(
+    name: str, read: str, launches: list[Launch]
+) -> None:
+    """Also after a call whose tensors were handed over as they are, and the other way round."""
+    op, inputs, _ = OPS[name]
+    with torch.no_grad():
+        for start, aligned in ((8, True), (3, False), (0, True), (3, False), (8, True)):
+            launches.clear()
+            given = inputs(start)
+            op(**given)
+            places = {x.data_ptr() for x in handed(launches)}
+            for x in read:
+                assert (given[x].data_ptr() in places) == aligned
+                assert any(y.shape == given[x].shape and y.data_ptr() % 16 == 0 for y in handed(launches))
+
+
+def test_rows_of_a_convolution_start_anywhere(launches: list[Launch]) -> None:
+    with torch.no_grad():
+        for start, vector in ((0, 8), (1, 1), (4, 4), (2, 2), (0, 8)):
+            given = sequences(start)
+            deltafuse.causal_conv1d(**given)
+            assert launches[-1][1].vector == vector
+            assert launches[-1][2][0] is given["x"]
+
+
+@every_op
+def test_a_bad_call_is_refused_after_a_good_one(name: str, launches: list[Launch]) -> None:
+    op, inputs, read = OPS[name]
+    with torch.no_grad():
+        op(**inputs())
+        for x in read:
+            right = inputs()[x]
+            shape = right[:0] if x in ("v", "weight") else right[..., :3]  # V and W may be 3
+            for wrong in (shape, right.to("meta"), right.int(), None):
+                with pytest.raises(ValueError, match="`"):
+                    op(**inputs(**{x: wrong}))
+
+
+def test_in_place_calls_of_one_form_need_memory_for_every_element(launches: list[Launch]) -> None:
+    with torch.no_grad():
+        deltafuse.causal_conv1d_update(**step())
+        with pytest.raises(ValueError, match="`cache`"):
+            deltafuse.causal_conv1d_update(**step(cache=at(0, 1, 48, 4).expand(3, 48, 4)))
+        deltafuse.fused_recurrent_kda(**token(inplace_final_state=True))
+        one = at(0, 1, 2, 64, 64, dtype=torch.float32).expand(2, 2, 64, 64)
+        with pytest.raises(ValueError, match="`initial_state`"):
+            deltafuse.fused_recurrent_kda(**token(inplace_final_state=True, initial_state=one))
+    with pytest.raises(ValueError, match="`cache`"):
+        deltafuse.causal_conv1d_update(**step(weight=at(0, 48, 4).requires_grad_()))
+
+
+class Watched(TorchDispatchMode):
+    """A mode that changes nothing: calls under it go through the dispatcher."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "causal_conv1d"])
+def test_gradients_take_the_same_launches_with_and_without_the_dispatcher(name: str, launches: list[Launch]) -> None:
+    op, inputs, _ = OPS[name]
+    found = []
+    for watched in (False, True):
+        launches.clear()
+        given = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in inputs().items()}
+        leaves = [x for x in given.values() if isinstance(x, Tensor)]
+        if watched:
+            with Watched():
+                y, state = op(**given, output_final_state=True)
+                grads = torch.autograd.grad([y, state], leaves, [torch.ones_like(y), torch.ones_like(state)])
+        else:
+            y, state = op(**given, output_final_state=True)
+            grads = torch.autograd.grad([y, state], leaves, [torch.ones_like(y), torch.ones_like(state)])
+        found.append((described(launches), [(x.shape, x.dtype) for x in (y, state, *grads)]))
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "causal_conv1d"])
+def test_there_are_no_gradients_of_gradients(name: str, launches: list[Launch]) -> None:
+    op, inputs, read = OPS[name]
+    given = inputs()
+    leaf = given[read[0]].requires_grad_()
+    y, _ = op(**given)
+    (grad,) = torch.autograd.grad(y.float().square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        grad.sum().backward()
+
+
+def test_autograd_sees_what_is_written_in_place(launches: list[Launch]) -> None:
+    given, served = step(), token(inplace_final_state=True, out=at(0, 2, 1, 2, 64))
+    before = [x._version for x in (given["cache"], served["initial_state"], served["out"])]
+    with torch.no_grad():
+        deltafuse.causal_conv1d_update(**given)
+        deltafuse.fused_recurrent_kda(**served)
+    after = [x._version for x in (given["cache"], served["initial_state"], served["out"])]
+    assert all(a > b for a, b in zip(after, before, strict=True))
+    with torch.inference_mode():  # which counts nothing
+        deltafuse.causal_conv1d_update(**step())
+
+
+def test_a_layer_s_token_looks_at_addresses_every_time(launches: list[Launch]) -> None:
+    def call(start: int) -> object:
+        given: dict[str, Any] = {name: at(0, 2, 1, 2, 64) for name in "qkvgz"} | {"beta": at(0, 2, 1, 2)}
+        state = at(0, 2, 2, 64, 64, dtype=torch.float32)
+        return kda_layer_token(
+            **given, caches=[at(start, 2, 128, 4) for _ in range(3)], weights=[at(0, 128, 4)] * 3, biases=None, norm=None, eps=1e-5,
+            A_log=torch.rand(2), dt_bias=torch.rand(128), initial_state=state,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        for start, taken in ((1, False), (0, True), (1, False), (4, True)):
+            launches.clear()
+            assert (call(start) is not None) == taken
+            assert len(launches) == taken
+
+
+def test_threads_share_what_is_remembered(launches: list[Launch]) -> None:
+    def call(size: int) -> torch.Size:
+        with torch.inference_mode():
+            given = {name: torch.zeros(1, size, 2, 64, dtype=BF16) for name in "qkvg"}
+            return deltafuse.chunk_kda(**given, beta=torch.zeros(1, size, 2, dtype=BF16), backend="cute")[0].shape
+
+    sizes = [70 + i % 5 for i in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [shape[1] for shape in pool.map(call, sizes)] == sizes

@@ -5,9 +5,9 @@
     python bench/kda_gpu.py forward --only packed --reps 50
     python bench/kda_gpu.py forward --compile-fla            # only fill Triton's cache, every case in a process of its own
 
-Gates come in two kinds. "forgetting": bounded below by -5, random raw gates, about -2.5 a token. "remembering": softplus with the
-initialisation of fla's layer, as trained models have in many channels. Each row says how
-many times as long fla takes, and what share of its time the call's bytes alone take at the bandwidth of a large copy on the same card.
+Gates come in two kinds. "forgetting": bounded below by -5, A_log and dt_bias 0, random raw gates, about -2.5 a token.
+"remembering": softplus with the initialisation of fla's layer, as trained models have in many channels. Each row says how many times as
+long fla takes, and what share of its time the call's bytes alone take at the bandwidth of a large copy on the same card.
 Peaks of memory (arguments, results and a 0.25 GiB buffer that empties the cache included) stand in the order of the backends.
 Rows are appended to bench/results/kda_gpu.csv.
 """
@@ -90,7 +90,7 @@ TRAINING_ROWS = (
 def job(row: Row, phase: str, backend: str) -> Job:
     spec = spec_of("chunk_kda", row.shape, BACKWARD if row.training else FORWARD, KINDS[row.gates])
     if row.gates == "forgetting":
-        spec = type(spec)(**{**asdict(spec), "decay": "ordinary", "safe_gate": True})
+        spec = type(spec)(**{**asdict(spec), "decay": "forgetting", "safe_gate": True})
     return Job(spec, phase, torch.bfloat16, CUDA, backend)
 
 

@@ -18,7 +18,7 @@ DELTA_OPS = ("chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule", "fuse
 CONV_OPS = ("causal_conv1d", "causal_conv1d_update")
 GATE_OPS = ("fused_kda_gate",)
 GATES = ("log", "softplus", "bounded")
-DECAYS = ("ordinary", "strong", "remembering")
+DECAYS = ("ordinary", "strong", "remembering", "forgetting")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -59,10 +59,12 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor]
 
 
 def _gate_parameters(source: _Source, heads: int, per_head: int, decay: str) -> tuple[Tensor, Tensor]:
-    """`A_log` and `dt_bias`, as layers initialise them (a decay of 0.001 to 0.1 a token, times 1 to 16) or stronger."""
+    """`A_log` and `dt_bias`, as layers initialise them (a decay of 0.001 to 0.1 a token, times 1 to 16), stronger, or 0."""
     a_log = (1 + 15 * source.uniform(heads)).log()
     if decay == "strong":
         return a_log, source.normal(heads * per_head)
+    if decay == "forgetting":
+        return torch.zeros_like(a_log), a_log.new_zeros(heads * per_head)
     step = (math.log(0.001) + source.uniform(heads * per_head) * math.log(100)).exp()
     return a_log, step + (-(-step).expm1()).log()
 
@@ -73,7 +75,8 @@ class DeltaSpec:
 
     `lengths` are those of packed sequences (their sum is `tokens`). `decay` says what the gate is like: `"ordinary"`
     halves a state every token or so, `"strong"` has decays of `exp(-20)` and `exp(-1000)` in between, `"remembering"`
-    is what layers start with. `slots` is the serving form: every `"sequence"` or `"token"` has a slot in a pool.
+    is what layers start with, `"forgetting"` loses about 2.5 of the logarithm a token in every channel (with a bounded gate).
+    `slots` is the serving form: every `"sequence"` or `"token"` has a slot in a pool.
     """
 
     op: str
@@ -185,9 +188,11 @@ class DeltaSpec:
         """The logarithm of the decay in float32 or better, or the raw gate in `dtype`."""
         raw = source.normal(*shape)
         if self.gate != "log":
-            return (raw * {"ordinary": 1.0, "strong": 3.0, "remembering": 0.3}[self.decay]).to(dtype)
+            return (raw * {"ordinary": 1.0, "strong": 3.0, "remembering": 0.3, "forgetting": 1.0}[self.decay]).to(dtype)
         if self.decay == "remembering":
             return F.logsigmoid(raw + 5)
+        if self.decay == "forgetting":
+            return self.lower_bound * raw.sigmoid()
         g = F.logsigmoid(raw)
         if self.decay == "strong":
             chance = source.uniform(*shape)

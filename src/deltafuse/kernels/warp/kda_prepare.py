@@ -585,7 +585,7 @@ class KdaPrepare(ExactRows):
 
     @cute.jit
     def share_late(self, late, table, sAll, out, m, half, block, lane):
-        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none of these."""
+        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none."""
         after = self.vector(table + 8 * self.width)
         to = sAll + self.at_columns + (half * self.steps + m) * 1024 + block * self.pair_bytes + lane * 16
         for h in cutlass.range_constexpr(2):
@@ -634,7 +634,7 @@ class KdaPrepare(ExactRows):
                 for n in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(4):
                         kept[i, n, b] = select(half, sums[1][n][i], sums[0][n][i])
-                    store_shared(to, 1024 * b + 512 * n, [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n])])
+                    store_shared(to, 1024 * b + 512 * n, [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)])
         # The own block's sums, too, lie where Aqk goes.
         barrier_of(block, 64)
         self.write_scores(own, beta, role, block, True)

@@ -229,7 +229,7 @@ def test_undefined_metadata() -> None:
     case = Case(n=8)
     a, b, c = case.matrices()
     load = "add.u32 %r18, %r18, 0; mov.u32 %r18, smem; and.b32 %r3, %thread, 3; setp.eq.u32 %p3, %r3, {}; "
-    load += "@%p3 ld.shared.b32 %r0, [%r18+65536];"
+    load += "@%p3 ld.shared.b32 %r0, [%r18+65536]; // emulator only: the address is edited"
     options: dict[str, Any] = {"before": load.format(2)}
     fault = "the metadata of a sparse matrix depends on uninitialised shared"
     run_with_room(case, a, b, c, **options)

@@ -156,8 +156,8 @@ def load(kernel: str, config: Any, arch: str) -> Any:
     if kernel != "sm90.kda_scan":
         return compiled(kernel, config)
 
-    def blackwell(factors, scores, decay, v, h0, cu, o, ht, hs, segments, segment_chunks):  # type: ignore[no-untyped-def]
-        assert (hs, segments) == (None, 1)
+    def blackwell(factors, scores, decay, v, h0, cu, o, ht, hs, bound, early, segments, chunks):  # type: ignore[no-untyped-def]
+        assert (hs, bound, early, segments) == (None, None, None, 1)
         found = scan.scan_slots(
             factors,
             scores,
@@ -225,7 +225,7 @@ def test_errors_are_those_of_the_hopper_scan(dtype: torch.dtype) -> None:
     theirs = torch.empty_like(x.v), torch.empty_like(x.h0)
     function = kernels.need("sm_90a", hopper)
     with ptxemu.emulate("sm_90a"):
-        function(s["factors"], s["scores"], s["decay"], x.v, x.h0, None, *theirs, None, 1, 4)
+        function(s["factors"], s["scores"], s["decay"], x.v, x.h0, None, *theirs, None, None, None, 1, 4)
     with ptxemu.emulate("sm_100a"):
         ours = scan.scan_slots(
             s["factors"],

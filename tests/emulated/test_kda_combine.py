@@ -40,7 +40,7 @@ def test_equals_the_recurrence_of_segments(emulated, key_dim: int, v_first: bool
     starts = torch.full_like(layout(want), float("nan"))
     ht = torch.full_like(layout(h0), float("nan"))
     emulated("sm_90a")
-    compiled(ends, transitions, layout(h0) if initial else None, starts, ht if final else None, segments)
+    compiled(ends, transitions, layout(h0) if initial else None, starts, ht if final else None, None, segments)
     for name, got, expected in (("starts", starts, want), ("ht", ht, state)):
         if name == "ht" and not final:
             continue

@@ -52,11 +52,13 @@ class Case:
         }
         if self.config.inverse:
             self.out["beta"] = torch.full((slots, hv, 64), NAN)
+        if self.config.bound:
+            self.out["bound"] = torch.full((slots, hv), NAN)
         args = [x.get(n) for n in ("q", "k", "g", "beta", "a_log", "dt_bias", "cu_seqlens")]
         (launched,) = ptxemu.run(
             _compiled(self.config, self.arch),
             *args,
-            *(self.out.get(n) for n in ("factors", "scores", "decay", "beta")),
+            *(self.out.get(n) for n in ("factors", "scores", "decay", "beta", "bound")),
             self.scale,
             self.lower_bound,
             self.beta_limit,
@@ -107,6 +109,7 @@ def make(
     lower_bound: float = -5.0,
     strided: bool = False,
     inverse: bool = False,
+    bound: bool = False,
     arch: str = "sm_90a",
     seed: int = 0,
 ) -> Case:
@@ -151,7 +154,7 @@ def make(
     config = PrepareConfig(
         dtype=name(dtype), key_dim=key_dim, gate=gate, gate_dtype=name(gate_dtype), beta_dtype=name(beta_dtype), a_log=with_a,
         dt_bias=with_bias, l2norm=l2norm, beta_sigmoid=beta_sigmoid, cu_seqlens="" if bounds is None else name(bounds_dtype),
-        inverse=inverse,
+        inverse=inverse, bound=bound,
     )  # fmt: skip
     return Case(config, x, key_dim**-0.5, lower_bound, beta_limit, bounds, arch)
 

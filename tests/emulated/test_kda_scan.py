@@ -143,7 +143,7 @@ class Run:
     def args(self) -> tuple[Any, ...]:
         return (
             self.x.factors, self.x.scores, self.x.decay, self.v, self.h0, self.cu, self.o, self.ht, self.hs,
-            self.segments, self.segment_chunks,
+            None, None, self.segments, self.segment_chunks,
         )  # fmt: skip
 
     def expected(self) -> dict[str, torch.Tensor]:

@@ -100,12 +100,14 @@ def plan_backward(
         )  # fmt: skip
     return BackwardKernels(
         prepare,
-        ScanConfig(**common, **spread, state_v_first=True, initial=True, states=True, readout=False, panels=3),
+        ScanConfig(
+            **common, **spread, state_v_first=True, initial=True, states=True, readout=False, panels=3, early="follow"
+        ),
         ReverseConfig(**common, **spread, state_v_first=True, initial=True),
         inter, intra, plan.segments, plan.segment_chunks,
-        ends=ScanConfig(**common, **narrow, state_v_first=True, panels=3),
-        transitions=ScanConfig(**common, **square, state_v_first=True, panels=3),
-        combine=CombineConfig(p.key_dim, True, initial),
+        ends=ScanConfig(**common, **narrow, state_v_first=True, panels=3, early="decide"),
+        transitions=ScanConfig(**common, **square, state_v_first=True, panels=3, early="follow"),
+        combine=CombineConfig(p.key_dim, True, initial, early=True),
         reverse_ends=ReverseConfig(**common, **narrow, state_v_first=True),
         reverse_transitions=ReverseConfig(**common, **square, state_v_first=True),
         reverse_combine=CombineConfig(p.key_dim, True, grad_state, grad_initial, reverse=True),
@@ -165,9 +167,12 @@ def backward(
     factors = q.new_empty((*head, 3, key_dim // 64, 64, 64))
     scores = q.new_empty((*head, 3, 64, 64))
     decay, beta_eff = (q.new_empty((*head, n), dtype=torch.float32) for n in (key_dim, 64))
+    bound = q.new_empty(head, dtype=torch.float32) if own.prepare.bound else None
     numbers = (flags.scale, flags.lower_bound, flags.beta_limit)
-    load("warp.kda_prepare", own.prepare, arch)(*wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, *numbers)
-    given = _Given(factors, scores, decay, beta_eff, v, do, cu_seqlens, own, arch, load)
+    load("warp.kda_prepare", own.prepare, arch)(
+        *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, *numbers
+    )
+    given = _Given(factors, scores, decay, beta_eff, bound, v, do, cu_seqlens, own, arch, load)
     shape = (sequences, value_heads, value_dim, key_dim)
     hs = _states(given, shape, initial_state, flags.state_v_first)
     y, dv, dhs, dh0 = _reverse(given, shape, grad_state, flags.state_v_first, initial_state is not None)
@@ -208,6 +213,7 @@ class _Given:
     scores: Tensor
     decay: Tensor
     beta: Tensor
+    bound: Tensor | None
     v: Tensor
     do: Tensor
     cu_seqlens: Tensor | None
@@ -216,10 +222,10 @@ class _Given:
     load: Load
 
     def scan(self, config: ScanConfig | None, v: Tensor | None, *tensors: Tensor | None) -> None:
-        h0, ht, hs = tensors
+        h0, ht, hs, bound, early = tensors
         length = (self.kernels.segments, self.kernels.segment_chunks)
         operands = (self.factors, self.scores, self.decay)
-        self.load("sm90.kda_scan", config, self.arch)(*operands, v, h0, self.cu_seqlens, None, ht, hs, *length)
+        self.load("sm90.kda_scan", config, self.arch)(*operands, v, h0, self.cu_seqlens, None, ht, hs, bound, early, *length)
 
     def reverse(
         self, config: ReverseConfig | None, do: Tensor | None, dht: Tensor | None, *outs: Tensor | None
@@ -249,16 +255,18 @@ def _states(given: _Given, shape: tuple[int, ...], initial_state: Tensor | None,
     sequences, value_heads, value_dim, key_dim = shape
     h0 = None if initial_state is None else _v_first(initial_state.detach(), key_dim, value_dim, v_first)
     f = given.factors
+    early = None
     if k.segments > 1:
         units = sequences * k.segments
         ends, starts = (f.new_empty((units, *shape[1:]), dtype=torch.float32) for _ in range(2))
         transitions = f.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
-        given.scan(k.ends, given.v, None, ends, None)
-        given.scan(k.transitions, None, None, transitions, None)
-        given.combine(k.combine, ends, transitions, h0, starts, None)
+        early = f.new_empty((units, value_heads), dtype=torch.int32)
+        given.scan(k.ends, given.v, None, ends, None, given.bound, early)
+        given.scan(k.transitions, None, None, transitions, None, None, early)
+        given.combine(k.combine, ends, transitions, h0, starts, None, early)
         h0 = starts
     hs = f.new_empty((f.shape[0], value_heads, value_dim, key_dim))
-    given.scan(k.scan, given.v, h0, None, hs)
+    given.scan(k.scan, given.v, h0, None, hs, None, early)
     return hs
 
 
@@ -283,7 +291,7 @@ def _reverse(
     dh0 = f.new_empty(shape, dtype=torch.float32) if initial else None
     given.reverse(k.reverse_ends, given.do, None, None, None, None, ends)
     given.reverse(k.reverse_transitions, None, None, None, None, None, transitions)
-    given.combine(k.reverse_combine, ends, transitions, dht, starts, dh0)
+    given.combine(k.reverse_combine, ends, transitions, dht, starts, dh0, None)
     given.reverse(k.reverse, given.do, starts, y, dv, dhs, None)
     if dh0 is not None and not v_first:
         dh0 = dh0.transpose(-1, -2).contiguous()

@@ -10,7 +10,7 @@ its transition, `combine` every segment's initial state, and a second `scan` the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -98,13 +98,13 @@ def plan_kernels(
     plan: Schedule | None = None,
 ) -> Kernels:
     """The kernels of a call of these sizes, `key_dim` and `value_dim` as padded."""
+    plan = plan or schedule(sequences, tokens, value_heads, key_dim, value_dim, sms, packed=cu_seqlens is not None)
     io, bounds = DTYPE_NAMES[dtype], "" if cu_seqlens is None else INDEX_NAMES[cu_seqlens]
     prepare = PrepareConfig(
         dtype=io, key_dim=key_dim, gate=flags.gate, gate_dtype=DTYPE_NAMES.get(gate_dtype, "float32"),
         beta_dtype=DTYPE_NAMES.get(beta_dtype, "float32"), a_log=a_log, dt_bias=dt_bias, l2norm=flags.l2norm,
-        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds,
+        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds, bound=plan.segments > 1,
     )  # fmt: skip
-    plan = plan or schedule(sequences, tokens, value_heads, key_dim, value_dim, sms, packed=cu_seqlens is not None)
     common: dict[str, Any] = dict(dtype=io, key_dim=key_dim, cu_seqlens=bounds)
     if plan.segments == 1:
         scan = ScanConfig(
@@ -118,11 +118,14 @@ def plan_kernels(
         cluster=plan.cluster,
         state_v_first=flags.state_v_first,
         initial=True,
+        final=flags.final,
         states=flags.states,
+        early="follow",
     )
     segment = ScanConfig(
-        **common, tile=64, cluster=2 if value_dim % 128 == 0 else 1, state_v_first=True, final=True, readout=False
-    )
+        **common, tile=64, cluster=2 if value_dim % 128 == 0 else 1, state_v_first=True, final=True, readout=False,
+        early="decide",
+    )  # fmt: skip
     transition = ScanConfig(
         **common,
         tile=64,
@@ -131,8 +134,9 @@ def plan_kernels(
         final=True,
         readout=False,
         transition=True,
+        early="follow",
     )
-    combine = CombineConfig(key_dim, flags.state_v_first, initial, flags.final)
+    combine = CombineConfig(key_dim, flags.state_v_first, initial, flags.final, early=True)
     return Kernels(prepare, scan, plan, segment, transition, combine)
 
 
@@ -170,8 +174,15 @@ def kernels_of(problem: DeltaProblem, sms: int) -> Kernels:
     )  # fmt: skip
 
 
+def unbounded(prepare: PrepareConfig) -> PrepareConfig:
+    """`prepare` for a scan that is not cut into segments, such as Blackwell's."""
+    return replace(prepare, bound=False)
+
+
 def blackwell_kernels(p: DeltaProblem, prepare: PrepareConfig, arch: str) -> Iterator[tuple[str, Any]]:
-    """The kernels behind `prepare` on Blackwell."""
+    """The kernels of a call on Blackwell; `prepare` is Hopper's."""
+    prepare = unbounded(prepare)
+    yield "warp.kda_prepare", prepare
     apply, scan = slot_kernels(
         prepare.dtype, prepare.key_dim, padded(p.value_dim, VALUE_DIMS), p.sequences * p.value_heads, prepare.cu_seqlens,
         p.state_v_first, p.has_initial_state, p.output_final_state, BLACKWELL[arch],
@@ -255,6 +266,8 @@ class Form:
         batch, tokens, _, width = q.shape
         value_heads, value_width = v.shape[2:]
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if arch in BLACKWELL:
+            kernels = replace(kernels, prepare=unbounded(kernels.prepare))
         return Form(
             flags, kernels, arch, load, load("warp.kda_prepare", kernels.prepare, arch),
             None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads,
@@ -321,8 +334,10 @@ def run(form: Form, given: Inputs) -> Outputs:
     factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
     scores = q.new_empty((form.slots, heads, 2, 64, 64))
     decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
+    bound = q.new_empty((form.slots, heads), dtype=torch.float32) if form.kernels.prepare.bound else None
     form.prepare(
-        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, None, flags.scale, flags.lower_bound, flags.beta_limit,
+        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, None, bound, flags.scale, flags.lower_bound,
+        flags.beta_limit,
     )  # fmt: skip
     operands = (factors, scores, decay)
     if form.scan is None:
@@ -335,11 +350,11 @@ def run(form: Form, given: Inputs) -> Outputs:
     ht = q.new_empty((form.sequences, heads, *inner), dtype=torch.float32) if flags.final else None
     hs = q.new_empty((form.slots, heads, *inner)) if flags.states else None
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    plan, own_final = form.kernels.schedule, ht
+    plan, early = form.kernels.schedule, None
     if plan.segments > 1:
-        h0 = _segment_states(form, operands, v, h0, ht, cu_seqlens, inner)
-        own_final = None
-    form.scan(factors, scores, decay, v, h0, cu_seqlens, o, own_final, hs, plan.segments, plan.segment_chunks)
+        assert bound is not None
+        h0, early = _segment_states(form, operands, v, h0, ht, cu_seqlens, bound, inner)
+    form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, plan.segments, plan.segment_chunks)
     return _narrowed(form, o, ht, hs)
 
 
@@ -350,20 +365,25 @@ def _segment_states(
     h0: Tensor | None,
     ht: Tensor | None,
     cu_seqlens: Tensor | None,
+    bound: Tensor,
     inner: tuple[int, int],
-) -> Tensor:
-    """Every segment's initial state; writes the final state `ht` where it is wanted."""
+) -> tuple[Tensor, Tensor]:
+    """Segments' initial states, and the codes (`tile.early`) of segments, of which some have none.
+
+    Writes the final state `ht`, where it is wanted, of sequences whose last segment does not start early.
+    """
     kernels, plan = form.kernels, form.kernels.schedule
     units, heads, decay = form.sequences * plan.segments, form.value_heads, operands[2]
     ends = decay.new_empty((units, heads, form.value_dim, form.key_dim))
     transitions = decay.new_empty((units, heads, form.key_dim, form.key_dim))
     starts = decay.new_empty((units, heads, *inner))
+    early = decay.new_empty((units, heads), dtype=torch.int32)
     length = (plan.segments, plan.segment_chunks)
     segment, transition = (form.load("sm90.kda_scan", x, form.arch) for x in (kernels.segment, kernels.transition))
-    segment(*operands, v, None, cu_seqlens, None, ends, None, *length)
-    transition(*operands, None, None, cu_seqlens, None, transitions, None, *length)
-    form.load("warp.kda_combine", kernels.combine, form.arch)(ends, transitions, h0, starts, ht, plan.segments)
-    return starts
+    segment(*operands, v, None, cu_seqlens, None, ends, None, bound, early, *length)
+    transition(*operands, None, None, cu_seqlens, None, transitions, None, None, early, *length)
+    form.load("warp.kda_combine", kernels.combine, form.arch)(ends, transitions, h0, starts, ht, early, plan.segments)
+    return starts, early
 
 
 def slots(batch: int, tokens: int, sequences: int, packed: bool) -> int:

@@ -30,7 +30,6 @@ def kernels_of(problem: Any, env: Environment) -> Iterable[tuple[str, Any]]:
 def _chunk(p: DeltaProblem, env: Environment) -> Iterator[tuple[str, Any]]:
     kernels = kda_cute.kernels_of(p, env.sms)
     if env.arch in kda_cute.BLACKWELL:
-        yield "warp.kda_prepare", kernels.prepare
         yield from kda_cute.blackwell_kernels(p, kernels.prepare, env.arch)
         return
     yield from kernels

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 CHUNK = 64
 """Tokens a chunk."""
+EPSILON = 1e-6
+"""Of the L2 norm."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class PrepareConfig:
 
     `gate` is "log" (g is the decay's natural logarithm), "softplus" or "bounded" (g is raw); `a_log`, `dt_bias` say whether these
     parameters are there. `cu_seqlens` is the dtype of the packed sequences' bounds, "" where sequences are not packed. `inverse`: the
-    inverse without beta, and beta as the chunks have it, are wanted too, for the backward pass.
+    inverse without beta, and beta as the chunks have it, are wanted too, for the backward pass. `bound`: so is how much of a state a chunk
+    leaves at most (see `tile.early`).
     """
 
     dtype: str = "bfloat16"
@@ -32,6 +35,7 @@ class PrepareConfig:
     beta_sigmoid: bool = False
     cu_seqlens: str = ""
     inverse: bool = False
+    bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class ScanConfig:
     `tile` columns of V a CTA (64: one warpgroup, 128: two), in clusters of `cluster` CTAs of one head that share operands. `initial`,
     `final`, `states`: whether the initial state is given, the final one wanted, every chunk's first state wanted (io dtype).
     `readout`: whether o is wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
-    `panels` of scores a chunk: 3 where the inverse without beta is among them.
+    `panels` of scores a chunk: 3 where the inverse without beta is among them. `early`: segments may start early from zero; "decide" where
+    this pass says which ones do, "follow" where an earlier one has.
     """
 
     dtype: str = "bfloat16"
@@ -56,13 +61,14 @@ class ScanConfig:
     transition: bool = False
     cu_seqlens: str = ""
     panels: int = 2
+    early: str = ""
 
 
 @dataclass(frozen=True)
 class CombineConfig:
     """`warp.kda_combine`: segments' final states and transitions to segments' initial states, in the layout of `state_v_first`.
 
-    `reverse`: from the last segment to the first, for the backward pass.
+    `reverse`: from the last segment to the first, for the backward pass. `early`: some segments may start early and need no state.
     """
 
     key_dim: int = 128
@@ -70,6 +76,7 @@ class CombineConfig:
     initial: bool = False
     final: bool = False
     reverse: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
 """Of the names that configs have."""
+
+
+def dense(dtype, shape):
+    """A contiguous tensor at a multiple of 16 bytes."""
+    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
 
 
 def row_major(dtype, shape, static=()):

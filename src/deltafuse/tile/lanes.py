@@ -1,4 +1,4 @@
-"""Sums over the lanes of a warp."""
+"""Sums and minima over the lanes of a warp."""
 
 # mypy: ignore-errors
 
@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 
-from .ptx import select
+from cutlass import Float32
+
+from .ptx import asm, select
 
 
 def exchange(x, mask):
@@ -19,6 +21,12 @@ def sum_lanes(x, masks=(16, 8, 4, 2, 1)):
     for mask in masks:
         x = x + exchange(x, mask)
     return x
+
+
+def least_lane(x):
+    """The least of the lanes' numbers where none has a sign; else one that has."""
+    text = "{\n.reg .b32 x;\nmov.b32 x, $1;\nredux.sync.min.s32 x, x, 0xffffffff;\nmov.b32 $0, x;\n}"
+    return asm(text, [Float32], [x])
 
 
 def reduce_scatter(values, masks, lane):

@@ -17,6 +17,9 @@ Work: a CTA takes one unit (sequence n, segment s of its chunks), one value head
 index ((n * segments + s) * HV + hv) * (V / tile) + tile. Segment s has the chunks from s * segment_chunks on; states are indexed by unit
 n * segments + s. A unit without chunks passes its state through.
 
+With `early`, units whose state or map nobody needs have nothing to do, and others take up to 16 chunks before their own first, without output,
+from a zero state: see `tile.early`. Final states are then those of sequences whose last segment need not be combined.
+
 Warps: consumer warpgroups first, then one warp that fetches operands (bulk copies of panels that lie in memory as they are wanted in shared
 memory; a cluster's CTAs fetch a half each for both), then one that fetches v (tensor copies, whose rows may start at any token).
 
@@ -63,8 +66,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ...tile.arguments import DTYPES, row_major
+from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
+from ...tile.early import codes
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
@@ -127,6 +131,8 @@ class KdaScan:
         o: cute.Tensor | None,
         ht: cute.Tensor | None,
         hs: cute.Tensor | None,
+        bound: cute.Tensor | None,
+        early: cute.Tensor | None,
         segments: Int32,
         segment_chunks: Int32,
         stream,
@@ -153,7 +159,7 @@ class KdaScan:
             order = (2, 3, 1, 0) if const_expr(self.config.state_v_first) else (3, 2, 1, 0)
             tma_s, tS = self.tensor_copy(store, hs, order, layouts.states)
         self.kernel(
-            factors, scores, decay, h0, cu_seqlens, ht, o, tma_v, tV, tma_o, tO, tma_s, tS,
+            factors, scores, decay, h0, cu_seqlens, bound, early, ht, o, tma_v, tV, tma_o, tO, tma_s, tS,
             Int32(sequences), Int32(tiles), segments, segment_chunks,
         ).launch(
             grid=(sequences * segments * heads * tiles, 1, 1),
@@ -207,6 +213,8 @@ class KdaScan:
         mD: cute.Tensor,
         mH: cute.Tensor | None,
         mCu: cute.Tensor | None,
+        mBound: cute.Tensor | None,
+        mEarly: cute.Tensor | None,
         mHt: cute.Tensor | None,
         mO: cute.Tensor | None,
         tma_v: cute.CopyAtom | None,
@@ -233,7 +241,11 @@ class KdaScan:
         cute.arch.griddepcontrol_wait()
 
         block, _, _ = cute.arch.block_idx()
-        at = self.unit(block, mF, mCu, sequences, tiles, segments, segment_chunks)
+        at = self.unit(block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks)
+        if const_expr(self.config.early == "decide"):
+            if (at.tile == 0) & (warp_idx == 0):
+                with cute.arch.elect_one():
+                    mEarly[at.unit, at.hv] = at.code
         if warp_idx >= 4 * self.groups:
             if const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(24)
@@ -299,7 +311,7 @@ class KdaScan:
         return operands, values
 
     @cute.jit
-    def unit(self, block, mF, mCu, sequences, tiles, segments, segment_chunks):
+    def unit(self, block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks):
         """What this CTA works on: slots and tokens of its chunks, indices of its states."""
         tile = block % tiles
         hv = block // tiles % mF.shape[1]
@@ -317,15 +329,36 @@ class KdaScan:
         else:
             total = Int32(mF.shape[0]) // sequences
             base = n * total
-        first = cutlass.min(unit % segments * segment_chunks, total)
+        segment = unit % segments
+        first = cutlass.min(segment * segment_chunks, total)
         chunks = cutlass.min(segment_chunks, total - first)
         # Rows of the last chunk; without packing the tensor copies stop at the end by themselves.
         last_rows = Int32(CHUNK)
         if const_expr(mCu is not None):
             last_rows = cutlass.min(CHUNK, length - CHUNK * (first + chunks - 1))
+        # Chunks before the first that counts; the unit of the last state and whether there is one.
+        code, skip, out, ends = Int32(0), Int32(0), unit, Int32(1)
+        if const_expr(self.config.early != ""):
+            if const_expr(self.config.early == "decide"):
+                code, following = codes(mBound, hv, base, total, segment, segment_chunks)
+            else:
+                code = mEarly[unit, hv]
+                following = mEarly[unit + Int32(segment + 1 < segments), hv]
+            if const_expr(self.config.transition):
+                ends = Int32((following == 0) & (code == 0))
+            elif const_expr(self.config.initial):
+                # A sequence's last state, in the one unit that ends with it.
+                out = n
+                ends = Int32((code != 0) & (segment == cutlass.max(total - 1, 0) // segment_chunks))
+            else:
+                ends = Int32(following == 0)
+            if const_expr(not self.config.initial):
+                chunks = chunks * ends
+            if const_expr(not self.config.transition):
+                skip = cutlass.max(code, 0) * Int32(chunks > 0)
         return SimpleNamespace(
-            tile=tile, hv=hv, unit=unit, batch=batch, slot=base + first, token=start + CHUNK * first, chunks=chunks,
-            last_rows=last_rows,
+            tile=tile, hv=hv, unit=unit, batch=batch, slot=base + first - skip, token=start + CHUNK * (first - skip),
+            chunks=chunks + skip, last_rows=last_rows, code=code, skip=skip, out=out, ends=ends,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------------- producers
@@ -534,7 +567,7 @@ class KdaScan:
                     values.consumer_release(v_now)
                 v_now.advance()
             if const_expr(config.readout or config.states):
-                self.copy_out(r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, at.slot, group)
+                self.copy_out(r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, at, group)
             warpgroup.wait_group(int(config.readout))
 
             # v' = M' R, and the other half of o
@@ -581,8 +614,12 @@ class KdaScan:
             if chunks > 0:
                 self.last_output(s, r, leader, bar, group, v_tile, tma_o, oS, oG, mO, at)
         if const_expr(mHt is not None):
-            gHt = part_of(r.thr_state, transposed(mHt, at.unit, at.hv, config.state_v_first), v_tile, self.K)
-            cute.autovec_copy(r.S, gHt)
+            gHt = part_of(r.thr_state, transposed(mHt, at.out, at.hv, config.state_v_first), v_tile, self.K)
+            if const_expr(config.early != ""):
+                if at.ends != 0:
+                    cute.autovec_copy(r.S, gHt)
+            else:
+                cute.autovec_copy(r.S, gHt)
         if const_expr(config.readout or config.states):
             if leader:
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -593,7 +630,12 @@ class KdaScan:
             set_identity(r.thr_state, r.S, v_tile, self.K)
         elif const_expr(mH is not None):
             gH = part_of(r.thr_state, transposed(mH, at.unit, at.hv, self.config.state_v_first), v_tile, self.K)
-            cute.autovec_copy(gH, r.S)
+            if const_expr(self.config.early != ""):
+                r.S.fill(0.0)
+                if at.code <= 0:
+                    cute.autovec_copy(gH, r.S)
+            else:
+                cute.autovec_copy(gH, r.S)
         else:
             r.S.fill(0.0)
 
@@ -613,7 +655,7 @@ class KdaScan:
                         r.S[(e, i, j), 0, p] = r.S[(e, i, j), 0, p] * r.decay[e, j, p]
 
     @cute.jit
-    def copy_out(self, r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, first_slot, group):
+    def copy_out(self, r, leader, bar, c, tma_o, oS, oG, o_slot, tma_s, sS, sG, at, group):
         """Start the copies of the last chunk's o and of this chunk's first state, once all warps have written and fenced them."""
         if const_expr(self.o_stages > 1 and not self.config.states):
             # The slot that the next chunk writes was read by the last chunk's copy.
@@ -622,11 +664,12 @@ class KdaScan:
         cute.arch.barrier(barrier_id=bar, number_of_threads=128)
         if leader:
             if const_expr(self.config.readout):
-                if c > 0:
+                if c > at.skip:
                     cute.copy(tma_o, oS[None, o_slot], oG[None, c - 1])
             if const_expr(self.config.states):
-                for p in cutlass.range_constexpr(self.panels):
-                    cute.copy(tma_s, sS[None, group * self.panels + p], sG[None, p, first_slot + c])
+                if c >= at.skip:
+                    for p in cutlass.range_constexpr(self.panels):
+                        cute.copy(tma_s, sS[None, group * self.panels + p], sG[None, p, at.slot + c])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -660,14 +703,17 @@ class KdaScan:
 
 
 def compile(config: ScanConfig, **tuning):
-    """The launch function for `config`: `(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, segments, segment_chunks)`.
+    """The launch function for `config`: `(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, bound,
+    early, segments, segment_chunks)`.
 
     Absent tensors are None: v with `transition`, h0 without `initial`, cu_seqlens of sequences that are not packed, o without `readout`,
-    ht without `final` (`transition` implies it), hs without `states`. `tuning` is `KdaScan`'s.
+    ht without `final` (`transition` implies it), hs without `states`; bound
+    fp32 [slots, HV] without `early` "decide", early int32 [units, HV] without `early`. `tuning` is `KdaScan`'s.
     """
     kernel = KdaScan(config, **tuning)
     dt, K = kernel.dtype, config.key_dim
     slots, heads, batch, tokens, value_dim, units = (cute.sym_int() for _ in range(6))
+    ended = cute.sym_int() if config.early and config.initial else units
 
     def state(dtype, n, columns):
         return row_major(dtype, (n, heads, columns, K) if config.state_v_first else (n, heads, K, columns))
@@ -682,8 +728,10 @@ def compile(config: ScanConfig, **tuning):
         state(Float32, units, columns) if config.initial else None,
         make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
         row_major(dt, (batch, tokens, heads, value_dim)) if config.readout else None,
-        state(Float32, units, columns) if config.final or config.transition else None,
+        state(Float32, ended, columns) if config.final or config.transition else None,
         state(dt, slots, columns) if config.states else None,
+        dense(Float32, (slots, heads)) if config.early == "decide" else None,
+        dense(Int32, (units, heads)) if config.early else None,
         Int32(1),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),

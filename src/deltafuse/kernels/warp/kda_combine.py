@@ -10,6 +10,9 @@ so that the initial state of every segment follows from the first one, serially 
 
 The backward pass has the same of the states' gradients, from the last segment to the first (`reverse`).
 
+With `early`, segments have codes (`tile.early`). A state is made only for a segment with code 0, or for the end where the last one's is 0;
+behind a segment that starts early it is that segment's F_s. The first segment's state is always written.
+
 Roles: one CTA of K / 16 warps for a sequence, value head and 16 columns of V. It keeps S^T [16, K] in shared memory; warp j computes the
 16 columns k = 16j .. 16j+15 of the next S^T by `mma.m16n8k8` with tf32 operands, each split in two so that products are those of fp32
 numbers to 2^-21: x = hi + lo, x y = hi hi + hi lo + lo hi.
@@ -30,6 +33,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from ...tile.arguments import dense
 from ...tile.mma import mma_tf32
 from ..config import CombineConfig
 
@@ -63,13 +67,14 @@ class KdaCombine:
         h0: cute.Tensor | None,
         starts: cute.Tensor,
         ht: cute.Tensor | None,
+        early: cute.Tensor | None,
         segments: Int32,
         stream,
     ):
         """Launch: one CTA for a sequence, value head and 16 columns of V."""
         units, heads, value_dim, _ = ends.shape
         blocks = units // segments * heads * (value_dim // COLUMNS)
-        self.kernel(ends, transitions, h0, starts, ht, segments).launch(
+        self.kernel(ends, transitions, h0, starts, ht, early, segments).launch(
             grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
@@ -81,6 +86,7 @@ class KdaCombine:
         mH: cute.Tensor | None,
         mStarts: cute.Tensor,
         mHt: cute.Tensor | None,
+        mEarly: cute.Tensor | None,
         segments: Int32,
     ):
         K = const_expr(self.key_dim)
@@ -106,23 +112,49 @@ class KdaCombine:
         rT, rNextT = (cute.make_rmem_tensor((2, 2, K // 8), Float32) for _ in range(2))
         rF, rNextF = (cute.make_rmem_tensor((2, 4), Float32) for _ in range(2))
         first = self.unit(sequence, segments, Int32(0))
+        # In memory of the thread's own, so that without `early` it is a constant.
+        code = cute.make_rmem_tensor((1,), Int32)
+        code[0] = Int32(0)
+        steps = segments
+        if const_expr(mEarly is not None):
+            steps = self.steps(mEarly, sequence, segments, head, lane)
+            code[0] = mEarly[first, head]
         self.load_transition(rT, mT, first, head, k0 + 2 * g, t)
         self.load_end(rF, mF, first, head, v0 + g, k0 + 4 * t)
-        for s in cutlass.range(segments, unroll=1):
-            self.write_state(rS, mStarts, self.unit(sequence, segments, s), head, v0 + g, k0 + 4 * t)
+        for s in cutlass.range(steps, unroll=1):
+            if code[0] <= 0:
+                self.write_state(rS, mStarts, self.unit(sequence, segments, s), head, v0 + g, k0 + 4 * t)
             self.share_state(rS, sS, g, k0 + 4 * t)
             cute.arch.sync_threads()
             following = self.unit(sequence, segments, cutlass.min(s + 1, segments - 1))
             self.load_transition(rNextT, mT, following, head, k0 + 2 * g, t)
             self.load_end(rNextF, mF, following, head, v0 + g, k0 + 4 * t)
-            # S_{s+1} = T_s S_s + F_s
-            self.products(rF, rT, sS, g, t)
+            # S_{s+1} = T_s S_s + F_s; what nobody needs is made of whatever lies there.
+            if code[0] == 0:
+                self.products(rF, rT, sS, g, t)
+            if const_expr(mEarly is not None):
+                code[0] = mEarly[following, head]
             rS.store(rF.load())
             rT.store(rNextT.load())
             rF.store(rNextF.load())
             cute.arch.sync_threads()
+        if steps < segments:
+            self.write_state(rS, mStarts, self.unit(sequence, segments, steps), head, v0 + g, k0 + 4 * t)
         if const_expr(mHt is not None):
-            self.write_state(rS, mHt, sequence, head, v0 + g, k0 + 4 * t)
+            if steps == segments:
+                self.write_state(rS, mHt, sequence, head, v0 + g, k0 + 4 * t)
+
+    @cute.jit
+    def steps(self, mEarly, sequence, segments, head, lane):
+        """How many segments are combined: up to the last one whose successor has code 0."""
+        steps = Int32(0)
+        for s in cutlass.range(0, segments, 32, unroll=1):
+            mine = s + lane
+            following = self.unit(sequence, segments, cutlass.min(mine + 1, segments - 1))
+            found = cute.arch.vote_ballot_sync((mine < segments) & (mEarly[following, head] == 0))
+            if found != 0:
+                steps = s + 32 - Int32(cute.arch.clz(found))
+        return steps
 
     @cute.jit
     def unit(self, sequence, segments, s):
@@ -195,7 +227,7 @@ class KdaCombine:
 
 
 def compile(config: CombineConfig):
-    """The launch function for `config`: `(ends, transitions, h0 | None, starts, ht | None, segments)`."""
+    """The launch function for `config`: `(ends, transitions, h0 | None, starts, ht | None, early | None, segments)`."""
     units, heads, value_dim, sequences = (cute.sym_int() for _ in range(4))
 
     def state(n, rows, columns):
@@ -213,6 +245,7 @@ def compile(config: CombineConfig):
         user(sequences) if config.initial else None,
         user(units),
         user(sequences) if config.final else None,
+        dense(Int32, (units, heads)) if config.early else None,
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

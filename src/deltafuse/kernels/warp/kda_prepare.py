@@ -6,7 +6,7 @@ G is the inclusive cumulative sum of the gate's base-2 logarithms within the chu
     Aqk[i, j] = s sum_d q_i k_j 2^(G_i - G_j)        i >= j, else 0
     L[i, j]   = beta_i sum_d k_i k_j 2^(G_i - G_j)   i > j            M' = M diag(beta)        M = (I + L)^-1
 
-With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too.
+With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too; with `bound` what `kda_prepare_bound` says.
 
 One CTA of 8 warps makes one chunk of one value head. A warp owns the 16 rows of block b, 16b .. 16b + 15, in one half of the K columns;
 for the products of rows it owns q's of a block in all columns (half 0, which makes Aqk) or k's (half 1, which makes L). Warp-level
@@ -46,6 +46,7 @@ Shared memory, bytes (K = 128: 72,960)
     columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
                        [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
     beta          256  fp32
+    least         512  [half][64] fp32, with `bound`
 Two CTAs an SM: 128 registers a thread.
 
 Constraints: K 64 or 128; rows of q, k, g are 16-byte aligned with contiguous elements, tokens less than 2 GiB apart; rows of a chunk
@@ -59,10 +60,10 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
-from ...tile.arguments import DTYPES
+from ...tile.arguments import DTYPES, dense
 from ...tile.fetch import copy_async, wait_copies
 from ...tile.gate import Gate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
@@ -91,17 +92,16 @@ from ...tile.ptx import (
     unpack,
 )
 from ...tile.sequence import chunk_of_slot
-from ..config import CHUNK, PrepareConfig
+from ..config import CHUNK, EPSILON, PrepareConfig
+from .kda_prepare_bound import ChunkBound
 from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
 
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
 MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}
-EPSILON = 1e-6
-"""Of the L2 norm."""
 
 
-class KdaPrepare(ExactRows):
+class KdaPrepare(ExactRows, ChunkBound):
     """The kernel for one `PrepareConfig`."""
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -136,7 +136,8 @@ class KdaPrepare(ExactRows):
         self.at_columns = self.at_tables + 8 * self.table
         self.pair_bytes = self.K // 32 * 1024
         self.at_beta = self.at_columns + 6 * self.pair_bytes
-        self.shared_bytes = self.at_beta + CHUNK * 4
+        self.at_least = self.at_beta + CHUNK * 4
+        self.shared_bytes = self.at_least + config.bound * 2 * CHUNK * 4
 
     @cute.jit
     def __call__(
@@ -152,6 +153,7 @@ class KdaPrepare(ExactRows):
         scores: cute.Tensor,
         decay: cute.Tensor,
         beta_eff: cute.Tensor | None,
+        bound: cute.Tensor | None,
         scale: Float32,
         lower_bound: Float32,
         beta_limit: Float32,
@@ -164,7 +166,7 @@ class KdaPrepare(ExactRows):
         by_group = cute.fast_divmod_create_divisor_v2(value_heads // q.shape[2])
         # All of an SM's memory but L1's minimum as shared memory, said outright: the DSL would ask a driver for its size.
         self.kernel(
-            q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, scale, lower_bound, beta_limit,
+            q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, scale, lower_bound, beta_limit,
             slots // batches, by_head, by_batch, by_group,
         ).launch(
             grid=(slots * value_heads, 1, 1),
@@ -188,6 +190,7 @@ class KdaPrepare(ExactRows):
         mScores: cute.Tensor,
         mDecay: cute.Tensor,
         mBetaEff: cute.Tensor | None,
+        mBound: cute.Tensor | None,
         scale: Float32,
         lower_bound: Float32,
         beta_limit: Float32,
@@ -235,7 +238,7 @@ class KdaPrepare(ExactRows):
         # The branch keeps these loads above all else.
         if rows > 0:
             self.chunk(
-                mQ, mK, mFactors, mScores, mDecay, mBetaEff, scale, lower_bound, beta_limit, sAll, place, rows, head, key_head,
+                mQ, mK, mFactors, mScores, mDecay, mBetaEff, mBound, scale, lower_bound, beta_limit, sAll, place, rows, head, key_head,
                 slot, tid, half, block, lane, a_log, dt_bias, beta, sH, sRaw, k, q,
             )  # fmt: skip
         else:
@@ -244,7 +247,7 @@ class KdaPrepare(ExactRows):
 
     @cute.jit
     def chunk(
-        self, mQ, mK, mFactors, mScores, mDecay, mBetaEff, scale, lower_bound, beta_limit, sAll, place, rows, head, key_head,
+        self, mQ, mK, mFactors, mScores, mDecay, mBetaEff, mBound, scale, lower_bound, beta_limit, sAll, place, rows, head, key_head,
         slot, tid, half, block, lane, a_log, dt_bias, raw_beta, sH, sRaw, words_k, words_q,
     ):  # fmt: skip
         """All that follows the loads."""
@@ -253,6 +256,7 @@ class KdaPrepare(ExactRows):
         to_beta = mBetaEff.iterator.toint() + unit * (CHUNK * 4) if const_expr(self.config.inverse) else None
         if const_expr(self.config.l2norm):
             self.share_norms(words_q, sAll + self.at_norms + half * 4, block, lane)
+        if const_expr(self.config.l2norm or self.bound_grows):
             self.share_norms(words_k, sAll + self.at_norms + 8 + half * 4, block, lane)
         self.share_beta(raw_beta, rows, beta_limit, sAll, to_beta, tid)
         wait_copies()
@@ -260,8 +264,12 @@ class KdaPrepare(ExactRows):
         self.fill_gate(sRaw, rows - 16 * block, lane)
         gates = [Gate(self.config.gate, a_log, x, lower_bound) for x in dt_bias]
         sT = sAll + self.at_t + half * (self.width * 4)
-        fits = self.sum_gate(sRaw, gates, sT, sH, block, lane)
+        sLeast = sAll + self.at_least + (half * CHUNK + 16 * block) * 4
+        fits = self.sum_gate(sRaw, gates, sT, sH, sLeast, block, lane)
         cute.arch.sync_threads()
+        if const_expr(self.config.bound):
+            if (half == 0) & (block == 3):
+                self.write_bound(sAll, gates[0].outer, mBound.iterator.toint() + unit * 4, lane)
 
         table = sAll + self.at_tables + (2 * block + half) * self.table
         self.powers(sT, table, half, block, lane, mDecay.iterator.toint() + unit * (self.K * 4))
@@ -386,22 +394,28 @@ class KdaPrepare(ExactRows):
                 store_shared_if(sRaw + i * self.raw_row + lane * 4, 4 * x, [Uint32(word)], Int32(lane < words - x))
             cute.arch.sync_warp()
 
-    def sum_gate(self, sRaw, gates, sT, sH, block, lane):
+    def sum_gate(self, sRaw, gates, sT, sH, sLeast, block, lane):
         """H + 60 of the warp's rows and columns and t_b to shared memory: H_i = H_(i-1) + log2 decay_i. Returns whether every row fits."""
         n = self.gate_columns
         sums = [Float32(0.0)] * n
-        low = high = Float32(0.0)
+        low = high = least = Float32(0.0)
         for i in range(16):
+            values = []
             for x, value in enumerate(self.raw_gate(sRaw + lane * (n * self.raw_bits // 8), i * self.raw_row)):
-                sums[x] = fma(gates[x].outer, gates[x].value(value), sums[x])
+                values.append(gates[x].value(value))
+                sums[x] = fma(gates[x].outer, values[x], sums[x])
                 if self.config.gate == "log":
                     low, high = fmin(low, sums[x]), fmax(high, sums[x])
             store_shared(sH + lane * (4 * n), i * self.h_row, [x + float(SHIFT) for x in sums])
+            if self.config.bound:
+                least = self.least_of_row(values, i, least, lane)
         if self.config.gate != "log":
             # These gates are negative: the last row is the lowest.
             for x in sums:
                 low = fmin(low, x)
         store_shared(sT + block * (self.K * 4) + lane * (4 * n), 0, sums)
+        if self.config.bound:
+            store_shared_if(sLeast + lane * 4, 0, [least], Int32(lane < 16))
         fits = (low >= Float32(LOWEST)) & (high <= Float32(HIGHEST))
         return cute.arch.vote_all_sync(fits)
 
@@ -724,10 +738,11 @@ class KdaPrepare(ExactRows):
 def compile(config: PrepareConfig):
     """The launch function for `config`:
 
-    `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, scale, lower_bound,
-    beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32 [HV]; dt_bias
+    `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, bound | None, scale,
+    lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32 [HV]; dt_bias
     fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors [slots, HV, 3, K / 64, 64, 64], scores [slots, HV, 2, 64, 64]
     (M', Aqk) and decay fp32 [slots, HV, K]; with `inverse` scores [slots, HV, 3, 64, 64] (M', Aqk, M) and beta_eff fp32 [slots, HV, 64];
+    bound fp32 [slots, HV];
     floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid). At least one token.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
@@ -739,9 +754,6 @@ def compile(config: PrepareConfig):
         strides = tuple(cute.sym_int64(divisibility=whole) for _ in shape[1:])
         return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
 
-    def packed(dtype, shape):
-        return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
-
     beta_dtype = DTYPES[config.beta_dtype]
     beta_strides = tuple(cute.sym_int64() for _ in range(3))
     return cute.compile(
@@ -752,13 +764,14 @@ def compile(config: PrepareConfig):
         make_fake_tensor(
             beta_dtype, (batch, tokens, value_heads), stride=beta_strides, assumed_align=beta_dtype.width // 8
         ),
-        packed(Float32, (value_heads,)) if config.a_log else None,
-        packed(Float32, (cute.sym_int(),)) if config.dt_bias else None,
-        packed(DTYPES[config.cu_seqlens], (cute.sym_int(),)) if config.cu_seqlens else None,
-        packed(io, (slots, value_heads, 3, K // 64, 64, 64)),
-        packed(io, (slots, value_heads, kernel.scores, 64, 64)),
-        packed(Float32, (slots, value_heads, K)),
-        packed(Float32, (slots, value_heads, CHUNK)) if config.inverse else None,
+        dense(Float32, (value_heads,)) if config.a_log else None,
+        dense(Float32, (cute.sym_int(),)) if config.dt_bias else None,
+        dense(DTYPES[config.cu_seqlens], (cute.sym_int(),)) if config.cu_seqlens else None,
+        dense(io, (slots, value_heads, 3, K // 64, 64, 64)),
+        dense(io, (slots, value_heads, kernel.scores, 64, 64)),
+        dense(Float32, (slots, value_heads, K)),
+        dense(Float32, (slots, value_heads, CHUNK)) if config.inverse else None,
+        dense(Float32, (slots, value_heads)) if config.bound else None,
         Float32(1.0),
         Float32(1.0),
         Float32(1.0),

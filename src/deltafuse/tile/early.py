@@ -1,0 +1,64 @@
+"""Segments of a sequence that start early from a zero state instead of from the combined one.
+
+`warp.kda_prepare` bounds what a chunk leaves of any state, as a base-2 logarithm. Where the bounds of the W chunks before a segment add up to
+LIMIT or less, the state before them adds less than 2^LIMIT of its size to the state that enters the segment: as much below the rounding of
+fp32 (2^-24) as that is above 2^-120, so that only a state 2^72 times as large as all that comes after would be missed. The segment then
+starts W chunks early from zero, and nobody needs to know its own initial state.
+
+A segment's code, which the pass for segments' ends writes down for those after it:
+
+    W > 0   it starts W chunks early
+    0       it starts from the state that the combination finds (segment 0: the sequence's initial state)
+    -1      its sequence has one segment only: there is nothing to combine
+
+A code depends on the chunks before its segment alone: no later token changes a bit of an earlier output. Segments behind a sequence's end
+have the code of its last one. A segment's end is needed where the next one's code is 0 (the last one's where its own is); that of
+a segment which starts early itself is the state that leaves it, else its transition is needed too.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .ptx import select
+
+LIMIT = -96.0
+"""Of a sum of bounds: a segment starts early at this or less."""
+REACH = 16
+"""Chunks by which a segment starts early at most."""
+
+
+@cute.jit
+def codes(
+    mBound: cute.Tensor, head: Int32, base: Int32, chunks: Int32, segment: Int32, segment_chunks: Int32
+):
+    """(code of a segment, code of the next), found by a whole warp; `base` and `chunks` are the sequence's first slot and chunks.
+
+    Lanes 0 to 15 look at the chunks by which this segment could start early, the others at the next one's.
+    """
+    last = cutlass.max(chunks - 1, 0) // segment_chunks
+    lane = cute.arch.lane_idx()
+    w = lane % REACH
+    at = cutlass.min(segment + lane // REACH, last) * segment_chunks - 1 - w
+    total = Float32(float("inf"))
+    if at >= 0:
+        total = mBound[base + at, head]
+    for i in (1, 2, 4, 8):
+        total = total + select(w >= i, cute.arch.shuffle_sync_up(total, offset=i), 0.0)
+    enough = cute.arch.vote_ballot_sync(total <= Float32(LIMIT))
+    return _code(enough & 0xFFFF, last), _code(enough >> REACH, last)
+
+
+@cute.jit
+def _code(enough: Int32, last: Int32) -> Int32:
+    """The number of the first lane that has enough, from 1; 0 where none has."""
+    code = Int32(0)
+    if enough != 0:
+        code = Int32(cute.arch.popc(enough ^ (enough - 1)))
+    if last == 0:
+        code = Int32(-1)
+    return code

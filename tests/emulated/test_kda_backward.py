@@ -9,6 +9,7 @@ import torch
 from test_kda_forward import RAW, STATES, TRAINED, arguments, load
 
 import deltafuse
+from deltafuse.autograd.common import Load
 from deltafuse.autograd.kda_backward import KdaGradients, backward
 from deltafuse.autograd.kda_cute import flags_of, kernels_for
 from deltafuse.cli.specs import DeltaSpec
@@ -47,8 +48,8 @@ CASES = {
 }
 
 
-def compare(spec: DeltaSpec, dtype: torch.dtype, plan: Schedule | None = None) -> None:
-    given = arguments(spec, dtype)
+def compare(given: dict[str, Any], plan: Schedule | None = None, load: Load = load) -> None:
+    dtype = given["q"].dtype
     names = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     exact = {n: given[n].double().requires_grad_() if n in names else given[n] for n in given}
     o, state = deltafuse.chunk_kda(**exact, backend="torch")
@@ -85,11 +86,11 @@ def _of(grads: KdaGradients, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(emulated: Any, name: str, dtype: torch.dtype) -> None:
     emulated("sm_90a")
-    compare(CASES[name], dtype)
+    compare(arguments(CASES[name], dtype))
 
 
 @pytest.mark.parametrize("initial", [False, True])
 def test_segments_give_the_whole(emulated: Any, initial: bool) -> None:
     emulated("sm_90a")
     spec = DeltaSpec("chunk_kda", tokens=64 * 4 + 9, heads=1, final_state=initial, initial_state=initial, **TRAINED)
-    compare(spec, torch.bfloat16, Schedule(64, 1, 2, 3))
+    compare(arguments(spec, torch.bfloat16), Schedule(64, 1, 2, 3))

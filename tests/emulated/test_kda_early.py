@@ -20,27 +20,23 @@ from deltafuse.problem import parse_delta
 PLAN = Schedule(64, 1, 3, 3)
 """Three segments of three chunks."""
 STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
-KINDS = ("forgets", "remembers", "forgets, then remembers", "remembers, then forgets")
+KINDS = ("forgets", "remembers", "forgets but for the middle", "forgets in the middle")
 NAN = math.nan
 
 
-def decays(kinds: tuple[str, ...], tokens: int, key_dim: int, dtype: torch.dtype) -> torch.Tensor:
+def decays(kinds: tuple[str, ...], tokens: int, key_dim: int) -> torch.Tensor:
     """g [1, T, H, K]. Heads that forget: -0.8 a token and less, so that two chunks leave 2^-147 of a state.
 
-    "then" is halfway through the segment before the last; where a head remembers from there on, one element grows, which no bound allows.
+    The middle are two of the three chunks of the middle segment; where a head remembers there, one element grows, which no bound allows.
     """
     source = torch.Generator().manual_seed(11)
     strong, weak = (torch.rand(1, tokens, key_dim, generator=source) for _ in range(2))
     strong, weak = -0.8 - strong, -0.01 * weak
-    late = (torch.arange(tokens) >= 64 * 4)[None, :, None]
-    both = {
-        "forgets": strong,
-        "remembers": weak,
-        "forgets, then remembers": torch.where(late, weak, strong),
-        "remembers, then forgets": torch.where(late & (torch.arange(tokens) < 64 * 6)[None, :, None], strong, weak),
-    }
-    both["forgets, then remembers"][0, 64 * 5 + 40, 3] = 0.01
-    return torch.stack([both[kind] for kind in kinds], 2).to(dtype)
+    middle = (torch.arange(tokens) // 128 == 2)[None, :, None]
+    without = torch.where(middle, weak, strong)
+    without[0, 64 * 5 + 40 : 64 * 5 + 41, 3] = 0.01
+    every = dict(zip(KINDS, (strong, weak, without, torch.where(middle, strong, weak)), strict=True))
+    return torch.stack([every[kind] for kind in kinds], 2)
 
 
 class Watched:
@@ -48,25 +44,27 @@ class Watched:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.codes = self.starts = self.ends = self.transitions = torch.empty(0)
+        self.codes: list[torch.Tensor] = []
+        self.starts: list[torch.Tensor] = []
+        self.ends: list[torch.Tensor] = []
+        self.transitions: list[torch.Tensor] = []
 
     def __call__(self, kernel: str, config: Any, arch: str) -> Any:
         function = whole.load(kernel, config, arch)
 
         def launch(*args: Any) -> None:
             self.names.append(kernel)
-            if kernel == "warp.kda_prepare":
-                args[11].fill_(NAN)
-            elif kernel == "warp.kda_combine":
-                self.starts = args[3].fill_(NAN)
+            if kernel == "warp.kda_combine":
+                self.starts.append(args[3].fill_(NAN))
                 if args[4] is not None:
                     args[4].fill_(NAN)
-            elif config.early == "decide":
-                self.ends, self.codes = args[7].fill_(NAN), args[10].fill_(-9)
-            elif config.transition:
-                self.transitions = args[7].fill_(NAN)
-            elif args[8] is not None:
-                args[8].fill_(NAN)
+            elif kernel in ("sm90.kda_scan", "sm90.kda_reverse"):
+                last = args[-6 if kernel == "sm90.kda_scan" else -5]
+                if config.early == "decide":
+                    self.codes.append(args[-3].fill_(-9))
+                    self.ends.append(last.fill_(NAN))
+                elif config.transition:
+                    self.transitions.append(last.fill_(NAN))
             function(*args)
 
         return launch
@@ -87,8 +85,14 @@ def inputs(
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"l2norm": True, "beta_sigmoid": True, "key_dim": 64, "value_dim": 64} | spec
     given = DeltaSpec("chunk_kda", tokens=tokens, heads=len(kinds), **options).arguments(dtype, seed=3)
-    given["g"] = decays(kinds, tokens, options["key_dim"], torch.float32)
+    given["g"] = decays(kinds, tokens, options["key_dim"])
     return given
+
+
+def finite(states: torch.Tensor) -> list[list[bool]]:
+    """Of states or maps of states [segments, H, .., ..]: by head and segment."""
+    found: list[list[bool]] = states.isfinite().flatten(2).all(2).T.tolist()
+    return found
 
 
 def check(found: tuple[torch.Tensor | None, ...], given: dict[str, Any], allowed: float = 5e-3) -> None:
@@ -113,14 +117,11 @@ def test_heads_of_every_kind_in_one_call(emulated: Any, spec: dict[str, Any]) ->
     found, seen = run(given, Schedule(64, 2 if spec.get("value_dim") == 128 else 1, 3, 3))
     check(found, given)
     assert seen.names == ["warp.kda_prepare", "sm90.kda_scan", "sm90.kda_scan", "warp.kda_combine", "sm90.kda_scan"]
-    assert seen.codes.T.tolist() == [[0, 2, 2], [0, 0, 0], [0, 2, 0], [0, 0, 2]]
-    starts, ends, transitions = (
-        x.isfinite().flatten(2).all(2).T.tolist() for x in (seen.starts, seen.ends, seen.transitions)
-    )
+    assert seen.codes[0].T.tolist() == [[0, 2, 2], [0, 0, 0], [0, 2, 0], [0, 0, 2]]
     # Only what somebody needs is there: the states of segments with code 0, and the ends and transitions that lead to them.
-    assert starts == [[True, False, False], [True, True, True], [True, False, True], [True, True, False]]
-    assert ends == [[False] * 3, [True] * 3, [False, True, True], [True, False, False]]
-    assert transitions == [[False] * 3, [True] * 3, [False, False, True], [True, False, False]]
+    assert finite(seen.starts[0]) == [[True, False, False], [True, True, True], [True, False, True], [True, True, False]]
+    assert finite(seen.ends[0]) == [[False] * 3, [True] * 3, [False, True, True], [True, False, False]]
+    assert finite(seen.transitions[0]) == [[False] * 3, [True] * 3, [False, False, True], [True, False, False]]
 
 
 def test_fp16(emulated: Any) -> None:
@@ -128,7 +129,7 @@ def test_fp16(emulated: Any) -> None:
     given = inputs(KINDS[:2], torch.float16, **STATES)
     found, seen = run(given)
     check(found, given, 1e-3)
-    assert seen.codes.T.tolist() == [[0, 2, 2], [0, 0, 0]]
+    assert seen.codes[0].T.tolist() == [[0, 2, 2], [0, 0, 0]]
 
 
 def test_packed_sequences(emulated: Any) -> None:
@@ -140,10 +141,10 @@ def test_packed_sequences(emulated: Any) -> None:
     last.copy_(first[:, : 64 * 4])
     found, seen = run(given)
     check(found, given)
-    forgets, remembers = seen.codes.view(4, 3, 2).unbind(2)
+    forgets, remembers = seen.codes[0].view(4, 3, 2).unbind(2)
     assert forgets.tolist() == [[0, 2, 2], [-1] * 3, [-1] * 3, [0, 2, 2]]
     assert remembers.tolist() == [[0, 0, 0], [-1] * 3, [-1] * 3, [0, 0, 0]]
-    assert seen.ends.view(4, 3, 2, -1)[1:3].isnan().all()
+    assert seen.ends[0].view(4, 3, 2, -1)[1:3].isnan().all()
 
 
 def test_states_of_chunks(emulated: Any) -> None:
@@ -165,7 +166,7 @@ def test_bits_are_the_same_again_and_before_a_change(emulated: Any) -> None:
     given["g"] = given["g"].clone()
     given["g"][:, 64 * 5 + 7, :, 5] = 0.5
     later, other = run(given)
-    assert (seen.codes.tolist(), other.codes.tolist()) == ([[0], [2], [2]], [[0], [2], [0]])
+    assert (seen.codes[0].tolist(), other.codes[0].tolist()) == ([[0], [2], [2]], [[0], [2], [0]])
     assert torch.equal(o[:, : 64 * 5 + 7], later[0][:, : 64 * 5 + 7])
     assert not torch.equal(o[:, 64 * 5 + 7 :], later[0][:, 64 * 5 + 7 :])
 
@@ -176,20 +177,36 @@ def test_what_is_not_a_number_goes_as_far_as_an_early_start(emulated: Any) -> No
     given["v"] = given["v"].clone()
     given["v"][:, 64 + 5, :, 2] = NAN
     (o, state, _), seen = run(given)
-    assert seen.codes.T.tolist() == [[0, 2, 2], [0, 0, 0]]
-    wrong = o[0].isnan().any(2)
-    # Chunk 1 is one of the two before segment 1, not of those before segment 2.
-    assert wrong[64 + 5 : 64 * 6].all()
-    assert wrong[64 * 6 :].any(0).tolist() == [False, True]
+    assert seen.codes[0].T.tolist() == [[0, 2, 2], [0, 0, 0]]
+    # By segment and head: chunk 1 is one of the two before segment 1, not of those before segment 2.
+    wrong = [part.isnan().any(3).any(1)[0] for part in o.split(64 * 3, 1)]
+    assert torch.stack(wrong).tolist() == [[True, True], [True, True], [False, True]]
     assert state.isnan().flatten(2).any(2).tolist() == [[False, True]]
 
 
-def test_gradients_with_states_from_early_starts(emulated: Any) -> None:
+@pytest.mark.parametrize("v_first", [False, True])
+def test_gradients(emulated: Any, v_first: bool) -> None:
+    """Gradients of states start early too, from behind."""
     emulated("sm_90a")
-    spec = DeltaSpec(
-        "chunk_kda", tokens=64 * 4 + 9, heads=1, key_dim=64, value_dim=64, gate="softplus", decay="strong", l2norm=True, **STATES
-    )  # fmt: skip
-    compare_gradients(spec, torch.bfloat16, Schedule(64, 1, 3, 2))
+    seen = Watched()
+    compare_gradients(inputs(v_first=v_first, **STATES), PLAN, seen)
+    states, gradients = seen.codes
+    assert states.T.tolist() == [[0, 2, 2], [0, 0, 0], [0, 2, 0], [0, 0, 2]]
+    assert gradients.T.tolist() == [[2, 2, 0], [0, 0, 0], [0, 2, 0], [3, 0, 0]]
+    assert finite(seen.starts[1]) == [[False, False, True], [True, True, True], [True, False, True], [False, True, True]]
+    assert finite(seen.ends[1]) == [[False] * 3, [True] * 3, [True, True, False], [False, False, True]]
+    assert finite(seen.transitions[1]) == [[False] * 3, [True] * 3, [True, False, False], [False, False, True]]
+
+
+def test_gradients_of_packed_sequences(emulated: Any) -> None:
+    emulated("sm_90a")
+    lengths = (64 * 6 + 9, 0, 70)
+    given = inputs(KINDS[:2], tokens=sum(lengths), lengths=lengths, **STATES)
+    seen = Watched()
+    compare_gradients(given, Schedule(64, 1, 3, 3), seen)
+    forgets, remembers = seen.codes[1].view(3, 3, 2).unbind(2)
+    assert forgets.tolist() == [[2, 0, 0], [-1] * 3, [-1] * 3]
+    assert remembers.tolist() == [[0, 0, 0], [-1] * 3, [-1] * 3]
 
 
 BOUNDS: dict[str, dict[str, Any]] = {

@@ -132,7 +132,7 @@ class Run:
     def args(self) -> tuple[Any, ...]:
         return (
             self.x.factors, self.x.scores, self.x.decay, self.x.beta, self.do, self.dht, self.cu, self.y, self.dv, self.dhs,
-            self.dh0, self.segments, self.segment_chunks,
+            self.dh0, None, None, self.segments, self.segment_chunks,
         )  # fmt: skip
 
     def expected(self) -> dict[str, torch.Tensor]:

@@ -103,14 +103,14 @@ def plan_backward(
         ScanConfig(
             **common, **spread, state_v_first=True, initial=True, states=True, readout=False, panels=3, early="follow"
         ),
-        ReverseConfig(**common, **spread, state_v_first=True, initial=True),
+        ReverseConfig(**common, **spread, state_v_first=True, initial=True, final=grad_initial, early="follow"),
         inter, intra, plan.segments, plan.segment_chunks,
         ends=ScanConfig(**common, **narrow, state_v_first=True, panels=3, early="decide"),
         transitions=ScanConfig(**common, **square, state_v_first=True, panels=3, early="follow"),
         combine=CombineConfig(p.key_dim, True, initial, early=True),
-        reverse_ends=ReverseConfig(**common, **narrow, state_v_first=True),
-        reverse_transitions=ReverseConfig(**common, **square, state_v_first=True),
-        reverse_combine=CombineConfig(p.key_dim, True, grad_state, grad_initial, reverse=True),
+        reverse_ends=ReverseConfig(**common, **narrow, state_v_first=True, early="decide"),
+        reverse_transitions=ReverseConfig(**common, **square, state_v_first=True, early="follow"),
+        reverse_combine=CombineConfig(p.key_dim, True, grad_state, grad_initial, reverse=True, early=True),
     )  # fmt: skip
 
 
@@ -282,17 +282,18 @@ def _reverse(
     if k.segments == 1:
         dht = None if grad_state is None else padded_state(grad_state, key_dim, value_dim, v_first)
         dh0 = f.new_empty((sequences, value_heads, *inner), dtype=torch.float32) if initial else None
-        given.reverse(k.reverse, given.do, dht, y, dv, dhs, dh0)
+        given.reverse(k.reverse, given.do, dht, y, dv, dhs, dh0, None, None)
         return y, dv, dhs, dh0
     units = sequences * k.segments
     ends, starts = (f.new_empty((units, *shape[1:]), dtype=torch.float32) for _ in range(2))
     transitions = f.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
     dht = None if grad_state is None else _v_first(grad_state, key_dim, value_dim, v_first)
     dh0 = f.new_empty(shape, dtype=torch.float32) if initial else None
-    given.reverse(k.reverse_ends, given.do, None, None, None, None, ends)
-    given.reverse(k.reverse_transitions, None, None, None, None, None, transitions)
-    given.combine(k.reverse_combine, ends, transitions, dht, starts, dh0, None)
-    given.reverse(k.reverse, given.do, starts, y, dv, dhs, None)
+    early = f.new_empty((units, value_heads), dtype=torch.int32)
+    given.reverse(k.reverse_ends, given.do, None, None, None, None, ends, given.bound, early)
+    given.reverse(k.reverse_transitions, None, None, None, None, None, transitions, None, early)
+    given.combine(k.reverse_combine, ends, transitions, dht, starts, dh0, early)
+    given.reverse(k.reverse, given.do, starts, y, dv, dhs, dh0, None, early)
     if dh0 is not None and not v_first:
         dh0 = dh0.transpose(-1, -2).contiguous()
     return y, dv, dhs, dh0

@@ -283,7 +283,7 @@ class ReverseConfig:
 
     `tile`, `cluster`, `state_v_first`, `cu_seqlens` as in `ScanConfig`. `initial`: whether the final state has a gradient, `final`: whether
     that of the initial state is wanted. `readout`: whether y, dv and the chunks' states' gradients are wanted. `transition`: compute the
-    map of states' gradients instead (do is zero, the first gradient the identity, K columns).
+    map of states' gradients instead (do is zero, the first gradient the identity, K columns). `early` as in `ScanConfig`.
     """
 
     dtype: str = "bfloat16"
@@ -296,3 +296,4 @@ class ReverseConfig:
     readout: bool = True
     transition: bool = False
     cu_seqlens: str = ""
+    early: str = ""

@@ -13,7 +13,8 @@ A segment's code, which the pass for segments' ends writes down for those after 
 
 A code depends on the chunks before its segment alone: no later token changes a bit of an earlier output. Segments behind a sequence's end
 have the code of its last one. A segment's end is needed where the next one's code is 0 (the last one's where its own is); that of
-a segment which starts early itself is the state that leaves it, else its transition is needed too.
+a segment which starts early itself is the state that leaves it, else its transition is needed too. Gradients of states go the other way, with
+the chunks behind a segment; there segments behind the end have code 0, as the one before has.
 """
 
 # mypy: ignore-errors
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from .ptx import select
 
@@ -34,18 +35,28 @@ REACH = 16
 
 @cute.jit
 def codes(
-    mBound: cute.Tensor, head: Int32, base: Int32, chunks: Int32, segment: Int32, segment_chunks: Int32
+    mBound: cute.Tensor,
+    head: Int32,
+    base: Int32,
+    chunks: Int32,
+    segment: Int32,
+    segment_chunks: Int32,
+    back: cutlass.Constexpr[bool],
 ):
     """(code of a segment, code of the next), found by a whole warp; `base` and `chunks` are the sequence's first slot and chunks.
 
-    Lanes 0 to 15 look at the chunks by which this segment could start early, the others at the next one's.
+    Lanes 0 to 15 look at the chunks by which this segment could start early, the others at the next one's. `back`: states come from
+    behind, as gradients do, and the next segment is the one before.
     """
     last = cutlass.max(chunks - 1, 0) // segment_chunks
     lane = cute.arch.lane_idx()
     w = lane % REACH
-    at = cutlass.min(segment + lane // REACH, last) * segment_chunks - 1 - w
+    if const_expr(back):
+        at = (cutlass.max(segment - lane // REACH, 0) + 1) * segment_chunks + w
+    else:
+        at = cutlass.min(segment + lane // REACH, last) * segment_chunks - 1 - w
     total = Float32(float("inf"))
-    if at >= 0:
+    if (at >= 0) & (at < chunks):
         total = mBound[base + at, head]
     for i in (1, 2, 4, 8):
         total = total + select(w >= i, cute.arch.shuffle_sync_up(total, offset=i), 0.0)

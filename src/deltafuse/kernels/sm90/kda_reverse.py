@@ -18,6 +18,8 @@ Work, warps and pipelines are those of `kda_scan`, with do in the place of v: in
 consumer warpgroups of 64 columns of V each, a warp that fetches operands, one that fetches do. There are two pipelines of operands, since
 a stage is fetched anew from its last use on: `early` (kg, Aqk, decay, beta; used until dv' is there) and `late` (M, kd, qg). `values` has
 do^T, read into registers a chunk ahead. A segment's first gradient is that of the state that leaves it.
+`early` as in `kda_scan`: other segments take up to 16 chunks behind their own last before it, and dh0 is that of sequences whose first segment
+need not be combined.
 
 Timeline of a consumer's chunk; on the left the products as the tensor cores have them, on the right what goes on meanwhile:
 
@@ -58,7 +60,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ...tile.arguments import DTYPES, row_major
+from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, words
 from ...tile.state import part_of, transposed
@@ -69,6 +71,8 @@ from .kda_scan import PANEL, SHARED_MEMORY, KdaScan
 
 class KdaReverse(KdaScan):
     """The kernel for one `ReverseConfig`. `stages`, `v_stages`, `out_stages` override the depth of its pipelines."""
+
+    back = True
 
     def __init__(
         self,
@@ -116,6 +120,8 @@ class KdaReverse(KdaScan):
         dv: cute.Tensor | None,
         dhs: cute.Tensor | None,
         dh0: cute.Tensor | None,
+        bound: cute.Tensor | None,
+        decided: cute.Tensor | None,
         segments: Int32,
         segment_chunks: Int32,
         stream,
@@ -141,7 +147,7 @@ class KdaReverse(KdaScan):
             tma_dv, tDv = self.tensor_copy(store, dv, (3, 1, 2, 0), layouts.out)
             tma_s, tS = self.tensor_copy(store, dhs, (2, 3, 1, 0), layouts.states)
         self.kernel(
-            factors, scores, decay, beta, dht, cu_seqlens, dh0, dv, tma_do, tDo, tma_y, tY, tma_dv, tDv, tma_s, tS,
+            factors, scores, decay, beta, dht, cu_seqlens, bound, decided, dh0, dv, tma_do, tDo, tma_y, tY, tma_dv, tDv, tma_s, tS,
             Int32(sequences), Int32(tiles), segments, segment_chunks,
         ).launch(
             grid=(sequences * segments * heads * tiles, 1, 1),
@@ -175,6 +181,8 @@ class KdaReverse(KdaScan):
         mBeta: cute.Tensor,
         mDht: cute.Tensor | None,
         mCu: cute.Tensor | None,
+        mBound: cute.Tensor | None,
+        mEarly: cute.Tensor | None,
         mDh0: cute.Tensor | None,
         mDv: cute.Tensor | None,
         tma_do: cute.CopyAtom | None,
@@ -203,7 +211,8 @@ class KdaReverse(KdaScan):
         cute.arch.griddepcontrol_wait()
 
         block, _, _ = cute.arch.block_idx()
-        at = self.unit(block, mF, mCu, sequences, tiles, segments, segment_chunks)
+        at = self.unit(block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks)
+        self.pass_on(mEarly, at, warp_idx)
         if warp_idx >= 4 * self.groups:
             if const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(24)
@@ -501,8 +510,7 @@ class KdaReverse(KdaScan):
                 words(r.fDo).store(words(r.fNext).load())
 
         if const_expr(mDh0 is not None):
-            gDh0 = part_of(r.thr_state, transposed(mDh0, at.unit, at.hv, config.state_v_first), v_tile, self.K)
-            cute.autovec_copy(r.S, gDh0)
+            self.last_state(r, mDh0, at, v_tile)
         if const_expr(config.readout):
             if leader:
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -561,18 +569,20 @@ class KdaReverse(KdaScan):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=bar, number_of_threads=128)
         if leader:
-            cute.copy(y.tma, y.source[None, out], y.to[None, at.slot + chunk])
-            if const_expr(packed):
-                if i > 0 or at.last_rows == CHUNK:
+            if i >= at.skip:
+                cute.copy(y.tma, y.source[None, out], y.to[None, at.slot + chunk])
+                if const_expr(packed):
+                    if i > 0 or at.last_rows == CHUNK:
+                        cute.copy(dv.tma, dv.source[None, out], dv.to[None, chunk])
+                else:
                     cute.copy(dv.tma, dv.source[None, out], dv.to[None, chunk])
-            else:
-                cute.copy(dv.tma, dv.source[None, out], dv.to[None, chunk])
-            for p in cutlass.range_constexpr(self.panels):
-                cute.copy(states.tma, states.source[None, out * self.panels + p], states.to[None, p, at.slot + chunk])
+                for p in cutlass.range_constexpr(self.panels):
+                    source = states.source[None, out * self.panels + p]
+                    cute.copy(states.tma, source, states.to[None, p, at.slot + chunk])
             cute.arch.cp_async_bulk_commit_group()
         if const_expr(packed):
             # The sequence's last rows alone, for others' rows follow.
-            if i == 0 and at.last_rows < CHUNK:
+            if i == 0 and at.skip == 0 and at.last_rows < CHUNK:
                 self.store_rows(s.dv_at + out * PANEL, mDv, at.token + CHUNK * chunk, at.last_rows, v_tile, r.tid, at)
 
     @cute.jit
@@ -595,18 +605,20 @@ class KdaReverse(KdaScan):
 def compile(config: ReverseConfig, **tuning):
     """The launch function for `config`:
 
-    `(factors, scores, decay, beta_eff, do, dht, cu_seqlens, y, dv, dhs, dh0, segments, segment_chunks)`. factors, scores, decay, beta_eff
-    are what `warp.kda_prepare` writes with `inverse`; do, dv [B, T, HV, V], y [slots, HV, 64, V] and dhs [slots, HV, V, K] in the io dtype;
+    `(factors, scores, decay, beta_eff, do, dht, cu_seqlens, y, dv, dhs, dh0, bound, early, segments, segment_chunks)`. factors, scores,
+    decay, beta_eff are what `warp.kda_prepare` writes with `inverse`; do, dv [B, T, HV, V], y [slots, HV, 64, V] and dhs [slots, HV, V, K] in the io dtype;
     dht, dh0 fp32 [units, HV, K, V], with `state_v_first` [units, HV, V, K].
     Absent tensors are None: do with `transition`, dht without `initial`, cu_seqlens of sequences that are not packed, y, dv and dhs without
-    `readout`, dh0 without `final` (`transition` implies it). `tuning` is `KdaReverse`'s.
+    `readout`, dh0 without `final` (`transition` implies it), bound fp32 [slots, HV] without `early` "decide", early int32 [units, HV]
+    without `early`. `tuning` is `KdaReverse`'s.
     """
     kernel = KdaReverse(config, **tuning)
     dt, K = kernel.dtype, config.key_dim
     slots, heads, batch, tokens, value_dim, units = (cute.sym_int() for _ in range(6))
+    ended = cute.sym_int() if config.early and config.initial else units
 
-    def state(columns):
-        return row_major(Float32, (units, heads, columns, K) if config.state_v_first else (units, heads, K, columns))
+    def state(n, columns):
+        return row_major(Float32, (n, heads, columns, K) if config.state_v_first else (n, heads, K, columns))
 
     def by_token():
         return row_major(dt, (batch, tokens, heads, value_dim))
@@ -619,12 +631,14 @@ def compile(config: ReverseConfig, **tuning):
         row_major(Float32, (slots, heads, K), (1,)),
         row_major(Float32, (slots, heads, CHUNK), (1,)),
         None if config.transition else by_token(),
-        state(columns) if config.initial else None,
+        state(units, columns) if config.initial else None,
         make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
         row_major(dt, (slots, heads, CHUNK, value_dim)) if config.readout else None,
         by_token() if config.readout else None,
         row_major(dt, (slots, heads, value_dim, K)) if config.readout else None,
-        state(columns) if config.final or config.transition else None,
+        state(ended, columns) if config.final or config.transition else None,
+        dense(Float32, (slots, heads)) if config.early == "decide" else None,
+        dense(Int32, (units, heads)) if config.early else None,
         Int32(1),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),

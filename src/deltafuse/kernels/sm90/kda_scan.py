@@ -86,6 +86,9 @@ class KdaScan:
     before R is there.
     """
 
+    back = False
+    """Whether chunks come from the last to the first."""
+
     def __init__(
         self,
         config: ScanConfig,
@@ -242,10 +245,7 @@ class KdaScan:
 
         block, _, _ = cute.arch.block_idx()
         at = self.unit(block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks)
-        if const_expr(self.config.early == "decide"):
-            if (at.tile == 0) & (warp_idx == 0):
-                with cute.arch.elect_one():
-                    mEarly[at.unit, at.hv] = at.code
+        self.pass_on(mEarly, at, warp_idx)
         if warp_idx >= 4 * self.groups:
             if const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(24)
@@ -332,34 +332,54 @@ class KdaScan:
         segment = unit % segments
         first = cutlass.min(segment * segment_chunks, total)
         chunks = cutlass.min(segment_chunks, total - first)
+        early = SimpleNamespace(code=Int32(0), skip=Int32(0), out=unit, ends=Int32(1))
+        if const_expr(self.config.early != ""):
+            early = self.early_unit(mBound, mEarly, hv, unit, segment, segments, segment_chunks, base, total, chunks)
+            if const_expr(not self.config.initial):
+                chunks = chunks * early.ends
+        chunks = chunks + early.skip
+        if const_expr(not self.back):
+            first = first - early.skip
         # Rows of the last chunk; without packing the tensor copies stop at the end by themselves.
         last_rows = Int32(CHUNK)
         if const_expr(mCu is not None):
             last_rows = cutlass.min(CHUNK, length - CHUNK * (first + chunks - 1))
-        # Chunks before the first that counts; the unit of the last state and whether there is one.
-        code, skip, out, ends = Int32(0), Int32(0), unit, Int32(1)
-        if const_expr(self.config.early != ""):
-            if const_expr(self.config.early == "decide"):
-                code, following = codes(mBound, hv, base, total, segment, segment_chunks)
-            else:
-                code = mEarly[unit, hv]
-                following = mEarly[unit + Int32(segment + 1 < segments), hv]
-            if const_expr(self.config.transition):
-                ends = Int32((following == 0) & (code == 0))
-            elif const_expr(self.config.initial):
-                # A sequence's last state, in the one unit that ends with it.
-                out = n
-                ends = Int32((code != 0) & (segment == cutlass.max(total - 1, 0) // segment_chunks))
-            else:
-                ends = Int32(following == 0)
-            if const_expr(not self.config.initial):
-                chunks = chunks * ends
-            if const_expr(not self.config.transition):
-                skip = cutlass.max(code, 0) * Int32(chunks > 0)
         return SimpleNamespace(
-            tile=tile, hv=hv, unit=unit, batch=batch, slot=base + first - skip, token=start + CHUNK * (first - skip),
-            chunks=chunks + skip, last_rows=last_rows, code=code, skip=skip, out=out, ends=ends,
+            tile=tile, hv=hv, unit=unit, batch=batch, slot=base + first, token=start + CHUNK * first, chunks=chunks,
+            last_rows=last_rows, **vars(early),
         )  # fmt: skip
+
+    @cute.jit
+    def early_unit(self, mBound, mEarly, hv, unit, segment, segments, segment_chunks, base, total, chunks):
+        """This unit's `code`; `skip` chunks without output; `out`, where its last state goes, and `ends`: whether it is wanted there."""
+        if const_expr(self.config.early == "decide"):
+            code, following = codes(mBound, hv, base, total, segment, segment_chunks, self.back)
+        else:
+            code = mEarly[unit, hv]
+            step = const_expr(-1 if self.back else 1)
+            following = mEarly[unit - segment + cutlass.min(cutlass.max(segment + step, 0), segments - 1), hv]
+        out = unit
+        if const_expr(self.config.initial):
+            # A sequence's last state, from the one unit that ends with it.
+            out = unit // segments
+            last = Int32(0) if const_expr(self.back) else cutlass.max(total - 1, 0) // segment_chunks
+            ends = Int32((code != 0) & (segment == last))
+        elif const_expr(self.config.transition):
+            ends = Int32((following == 0) & (code == 0))
+        else:
+            ends = Int32(following == 0)
+        skip = cutlass.max(code, 0) * Int32(chunks > 0)
+        if const_expr(not self.config.initial):
+            skip = skip * ends
+        return SimpleNamespace(code=code, skip=skip, out=out, ends=ends)
+
+    @cute.jit
+    def pass_on(self, mEarly, at, warp_idx):
+        """The unit's code to the passes after this one."""
+        if const_expr(self.config.early == "decide"):
+            if (at.tile == 0) & (warp_idx == 0):
+                with cute.arch.elect_one():
+                    mEarly[at.unit, at.hv] = at.code
 
     # ------------------------------------------------------------------------------------------------------------- producers
     @cute.jit
@@ -614,12 +634,7 @@ class KdaScan:
             if chunks > 0:
                 self.last_output(s, r, leader, bar, group, v_tile, tma_o, oS, oG, mO, at)
         if const_expr(mHt is not None):
-            gHt = part_of(r.thr_state, transposed(mHt, at.out, at.hv, config.state_v_first), v_tile, self.K)
-            if const_expr(config.early != ""):
-                if at.ends != 0:
-                    cute.autovec_copy(r.S, gHt)
-            else:
-                cute.autovec_copy(r.S, gHt)
+            self.last_state(r, mHt, at, v_tile)
         if const_expr(config.readout or config.states):
             if leader:
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -638,6 +653,15 @@ class KdaScan:
                 cute.autovec_copy(gH, r.S)
         else:
             r.S.fill(0.0)
+
+    @cute.jit
+    def last_state(self, r, mHt, at, v_tile):
+        gHt = part_of(r.thr_state, transposed(mHt, at.out, at.hv, self.config.state_v_first), v_tile, self.K)
+        if const_expr(self.config.early != ""):
+            if at.ends != 0:
+                cute.autovec_copy(r.S, gHt)
+        else:
+            cute.autovec_copy(r.S, gHt)
 
     def destination(self, tma, smem, t, token, v_tile, hv, batch):
         """Tiles of a tensor copy out of shared memory: source by slot; destination by chunk (o) or by panel and slot (states)."""

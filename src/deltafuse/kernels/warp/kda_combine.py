@@ -139,7 +139,11 @@ class KdaCombine:
             rF.store(rNextF.load())
             cute.arch.sync_threads()
         if steps < segments:
-            self.write_state(rS, mStarts, self.unit(sequence, segments, steps), head, v0 + g, k0 + 4 * t)
+            # A sequence of one segment has it first in memory, in either order.
+            at = self.unit(sequence, segments, steps)
+            if code[0] < 0:
+                at = sequence * segments
+            self.write_state(rS, mStarts, at, head, v0 + g, k0 + 4 * t)
         if const_expr(mHt is not None):
             if steps == segments:
                 self.write_state(rS, mHt, sequence, head, v0 + g, k0 + 4 * t)

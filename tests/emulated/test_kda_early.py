@@ -119,7 +119,12 @@ def test_heads_of_every_kind_in_one_call(emulated: Any, spec: dict[str, Any]) ->
     assert seen.names == ["warp.kda_prepare", "sm90.kda_scan", "sm90.kda_scan", "warp.kda_combine", "sm90.kda_scan"]
     assert seen.codes[0].T.tolist() == [[0, 2, 2], [0, 0, 0], [0, 2, 0], [0, 0, 2]]
     # Only what somebody needs is there: the states of segments with code 0, and the ends and transitions that lead to them.
-    assert finite(seen.starts[0]) == [[True, False, False], [True, True, True], [True, False, True], [True, True, False]]
+    assert finite(seen.starts[0]) == [
+        [True, False, False],
+        [True, True, True],
+        [True, False, True],
+        [True, True, False],
+    ]
     assert finite(seen.ends[0]) == [[False] * 3, [True] * 3, [False, True, True], [True, False, False]]
     assert finite(seen.transitions[0]) == [[False] * 3, [True] * 3, [False, False, True], [True, False, False]]
 
@@ -193,7 +198,12 @@ def test_gradients(emulated: Any, v_first: bool) -> None:
     states, gradients = seen.codes
     assert states.T.tolist() == [[0, 2, 2], [0, 0, 0], [0, 2, 0], [0, 0, 2]]
     assert gradients.T.tolist() == [[2, 2, 0], [0, 0, 0], [0, 2, 0], [3, 0, 0]]
-    assert finite(seen.starts[1]) == [[False, False, True], [True, True, True], [True, False, True], [False, True, True]]
+    assert finite(seen.starts[1]) == [
+        [False, False, True],
+        [True, True, True],
+        [True, False, True],
+        [False, True, True],
+    ]
     assert finite(seen.ends[1]) == [[False] * 3, [True] * 3, [True, True, False], [False, False, True]]
     assert finite(seen.transitions[1]) == [[False] * 3, [True] * 3, [True, False, False], [False, False, True]]
 

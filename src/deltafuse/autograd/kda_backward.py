@@ -225,7 +225,9 @@ class _Given:
         h0, ht, hs, bound, early = tensors
         length = (self.kernels.segments, self.kernels.segment_chunks)
         operands = (self.factors, self.scores, self.decay)
-        self.load("sm90.kda_scan", config, self.arch)(*operands, v, h0, self.cu_seqlens, None, ht, hs, bound, early, *length)
+        self.load("sm90.kda_scan", config, self.arch)(
+            *operands, v, h0, self.cu_seqlens, None, ht, hs, bound, early, *length
+        )
 
     def reverse(
         self, config: ReverseConfig | None, do: Tensor | None, dht: Tensor | None, *outs: Tensor | None

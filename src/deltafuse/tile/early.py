@@ -1,9 +1,9 @@
 """Segments of a sequence that start early from a zero state instead of from the combined one.
 
-`warp.kda_prepare` bounds what a chunk leaves of any state, as a base-2 logarithm. Where the bounds of the W chunks before a segment add up to
-LIMIT or less, the state before them adds less than 2^LIMIT of its size to the state that enters the segment: as much below the rounding of
-fp32 (2^-24) as that is above 2^-120, so that only a state 2^72 times as large as all that comes after would be missed. The segment then
-starts W chunks early from zero, and nobody needs to know its own initial state.
+`warp.kda_prepare` bounds what a chunk leaves of any state, as a base-2 logarithm. Where the bounds of the W chunks before a segment add up
+to LIMIT or less, the state before them adds at most 2^LIMIT of its size to the one that enters the segment. fp32 rounds at 2^-24: what is
+missed would show in no bit unless the state had been 2^72 times as large as what has entered it since. The segment then starts W chunks
+early from zero, and nobody needs to know its own initial state.
 
 A segment's code, which the pass for segments' ends writes down for those after it:
 
@@ -11,10 +11,10 @@ A segment's code, which the pass for segments' ends writes down for those after 
     0       it starts from the state that the combination finds (segment 0: the sequence's initial state)
     -1      its sequence has one segment only: there is nothing to combine
 
-A code depends on the chunks before its segment alone: no later token changes a bit of an earlier output. Segments behind a sequence's end
+A code depends on the chunks before its segment alone, so that no later token changes a bit of an earlier output. Segments behind the end
 have the code of its last one. A segment's end is needed where the next one's code is 0 (the last one's where its own is); that of
-a segment which starts early itself is the state that leaves it, else its transition is needed too. Gradients of states go the other way, with
-the chunks behind a segment; there segments behind the end have code 0, as the one before has.
+a segment which starts early itself is the state that leaves it, else its transition is needed too. Gradients of states go the other way,
+with the chunks behind a segment; there the last segment and those behind the end have code 0.
 """
 
 # mypy: ignore-errors

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-
 from cutlass import Float32
 
 from .ptx import asm, select

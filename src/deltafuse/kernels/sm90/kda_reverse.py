@@ -18,8 +18,8 @@ Work, warps and pipelines are those of `kda_scan`, with do in the place of v: in
 consumer warpgroups of 64 columns of V each, a warp that fetches operands, one that fetches do. There are two pipelines of operands, since
 a stage is fetched anew from its last use on: `early` (kg, Aqk, decay, beta; used until dv' is there) and `late` (M, kd, qg). `values` has
 do^T, read into registers a chunk ahead. A segment's first gradient is that of the state that leaves it.
-`early` as in `kda_scan`: other segments take up to 16 chunks behind their own last before it, and dh0 is that of sequences whose first segment
-need not be combined.
+`early` as in `kda_scan`: others take up to 16 chunks behind their own last one first, and dh0 is that of sequences whose first segment need
+not be combined.
 
 Timeline of a consumer's chunk; on the left the products as the tensor cores have them, on the right what goes on meanwhile:
 
@@ -63,7 +63,6 @@ from cutlass.tensor_utils import LayoutEnum
 from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, words
-from ...tile.state import part_of, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ReverseConfig
 from .kda_scan import PANEL, SHARED_MEMORY, KdaScan
@@ -606,8 +605,8 @@ def compile(config: ReverseConfig, **tuning):
     """The launch function for `config`:
 
     `(factors, scores, decay, beta_eff, do, dht, cu_seqlens, y, dv, dhs, dh0, bound, early, segments, segment_chunks)`. factors, scores,
-    decay, beta_eff are what `warp.kda_prepare` writes with `inverse`; do, dv [B, T, HV, V], y [slots, HV, 64, V] and dhs [slots, HV, V, K] in the io dtype;
-    dht, dh0 fp32 [units, HV, K, V], with `state_v_first` [units, HV, V, K].
+    decay, beta_eff are what `warp.kda_prepare` writes with `inverse`; do, dv [B, T, HV, V], y [slots, HV, 64, V] and dhs [slots, HV, V, K]
+    in the io dtype; dht, dh0 fp32 [units, HV, K, V], with `state_v_first` [units, HV, V, K].
     Absent tensors are None: do with `transition`, dht without `initial`, cu_seqlens of sequences that are not packed, y, dv and dhs without
     `readout`, dh0 without `final` (`transition` implies it), bound fp32 [slots, HV] without `early` "decide", early int32 [units, HV]
     without `early`. `tuning` is `KdaReverse`'s.

@@ -17,8 +17,8 @@ Work: a CTA takes one unit (sequence n, segment s of its chunks), one value head
 index ((n * segments + s) * HV + hv) * (V / tile) + tile. Segment s has the chunks from s * segment_chunks on; states are indexed by unit
 n * segments + s. A unit without chunks passes its state through.
 
-With `early`, units whose state or map nobody needs have nothing to do, and others take up to 16 chunks before their own first, without output,
-from a zero state: see `tile.early`. Final states are then those of sequences whose last segment need not be combined.
+With `early`, units whose state or map nobody needs have nothing to do, and others take up to 16 chunks before their own first one, without
+output, from a zero state: see `tile.early`. Final states are then those of sequences whose last segment need not be combined.
 
 Warps: consumer warpgroups first, then one warp that fetches operands (bulk copies of panels that lie in memory as they are wanted in shared
 memory; a cluster's CTAs fetch a half each for both), then one that fetches v (tensor copies, whose rows may start at any token).

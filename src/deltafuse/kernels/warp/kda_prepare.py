@@ -744,7 +744,8 @@ def compile(config: PrepareConfig):
     lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32
     [HV]; dt_bias fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors [slots, HV, 3, K / 64, 64, 64], scores [slots, HV,
     2, 64, 64] (M', Aqk) and decay fp32 [slots, HV, K]; with `inverse` scores [slots, HV, 3, 64, 64] (M', Aqk, M) and beta_eff fp32 [slots,
-    HV, 64]; with `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid). At least one token.
+    HV, 64]; with `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid).
+    At least one token.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
     io, K = DTYPES[config.dtype], config.key_dim

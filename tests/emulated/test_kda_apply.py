@@ -192,7 +192,7 @@ def test_chain_equals_the_definition(name: str, dtype: torch.dtype) -> None:
     rest = (call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens, flags_of(call.problem))
     chosen = kernels_for(call.q, call.v, *rest, sms=132, plan=Schedule(64, 1, 1, -(-call.q.shape[1] // 64)))
     with ptxemu.emulate("sm_100a") as launches:
-        o, state, _ = forward(call.q, call.k, call.v, *rest, chosen, "sm_100a", load)
+        o, state, *_ = forward(call.q, call.k, call.v, *rest, chosen, "sm_100a", load)
     assert len(launches) == 3
     wide = {n: y.double() if isinstance(y, torch.Tensor) and y.is_floating_point() else y for n, y in given.items()}
     with torch.inference_mode():

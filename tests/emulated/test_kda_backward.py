@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from test_kda_forward import RAW, STATES, TRAINED, arguments, load
 import deltafuse
 from deltafuse.autograd.common import Load
 from deltafuse.autograd.kda_backward import KdaGradients, backward
-from deltafuse.autograd.kda_cute import flags_of, kernels_for
+from deltafuse.autograd.kda_cute import flags_of, forward, kernels_for
 from deltafuse.cli.specs import DeltaSpec
 from deltafuse.kernels.schedule import Schedule
 from deltafuse.problem import parse_delta
@@ -48,7 +50,8 @@ CASES = {
 }
 
 
-def compare(given: dict[str, Any], plan: Schedule | None = None, load: Load = load) -> None:
+def compare(given: dict[str, Any], plan: Schedule | None = None, load: Load = load, keep: bool = False) -> KdaGradients:
+    """Gradients against float64; `keep`: from what the forward pass has kept."""
     dtype = given["q"].dtype
     names = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     exact = {n: given[n].double().requires_grad_() if n in names else given[n] for n in given}
@@ -67,15 +70,23 @@ def compare(given: dict[str, Any], plan: Schedule | None = None, load: Load = lo
             call.dt_bias,
             call.initial_state,
             call.cu_seqlens,
-            flags_of(call.problem),
+            replace(flags_of(call.problem), keep=keep),
         )
         kernels = kernels_for(call.q, call.v, *rest, sms=132, plan=plan)
-        got = backward(call.q, call.k, call.v, *rest, kernels, do, ds, "sm_90a", 4, load)
+        kept = None
+        if keep:
+            o, state, _, kept = forward(call.q, call.k, call.v, *rest, kernels, "sm_90a", load)
+            found, wanted = [x for x in (o, state) if x is not None], outs
+            for x, y in zip(found, wanted, strict=True):
+                assert float((x.double() - y).norm() / y.norm()) < 5e-3
+            assert kept is not None
+        got = backward(call.q, call.k, call.v, *rest, kernels, do, ds, "sm_90a", 4, load, kept)
     for name, y in zip(names, want, strict=True):
         x = _of(got, name)
         assert x.shape == y.shape, name
         error = float((x.double() - y).norm() / y.norm())
         assert error < ALLOWED[name], (name, error)
+    return got
 
 
 def _of(grads: KdaGradients, name: str) -> torch.Tensor:
@@ -94,3 +105,34 @@ def test_segments_give_the_whole(emulated: Any, initial: bool) -> None:
     emulated("sm_90a")
     spec = DeltaSpec("chunk_kda", tokens=64 * 4 + 9, heads=1, final_state=initial, initial_state=initial, **TRAINED)
     compare(arguments(spec, torch.bfloat16), Schedule(64, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("fields_of", "plan"),
+    [
+        ({"tokens": 140, "value_dim": 128} | STATES, None),
+        ({"tokens": 130, "v_first": True, "lengths": (64, 1, 0, 65)} | STATES, None),
+        ({"tokens": 64 * 4 + 9, "final_state": True}, Schedule(64, 1, 2, 3)),
+    ],
+    ids=["states", "packed, V first", "segments"],
+)
+def test_what_is_kept_is_not_computed_again(emulated: Any, fields_of: dict[str, Any], plan: Schedule | None) -> None:
+    emulated("sm_90a")
+    given = arguments(DeltaSpec("chunk_kda", heads=1, **TRAINED, **fields_of), torch.bfloat16)
+    ran: Counter[str] = Counter()
+
+    def counted(kernel: str, config: Any, arch: str) -> Any:
+        ran[kernel] += 1
+        return load(kernel, config, arch)
+
+    again = compare(given, plan, counted)
+    assert ran["warp.kda_prepare"] == 1
+    ran.clear()
+    kept = compare(given, plan, counted, keep=True)
+    # Prepared once, by the forward pass, whose last scan has written the states too.
+    assert ran["warp.kda_prepare"] == 1
+    assert ran["sm90.kda_scan"] == (1 if plan is None else 3)
+    for field in fields(KdaGradients):
+        x, y = getattr(kept, field.name), getattr(again, field.name)
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y), field.name

@@ -74,7 +74,7 @@ def emulate(given: dict[str, Any], plan: Schedule | None = None) -> tuple[torch.
     flags = flags_of(call.problem)
     rest = (call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens, flags)
     chosen = kernels_for(call.q, call.v, *rest, sms=132, plan=plan)
-    o, state, states = forward(call.q, call.k, call.v, *rest, chosen, "sm_90a", load)
+    o, state, states, _ = forward(call.q, call.k, call.v, *rest, chosen, "sm_90a", load)
     return o, state, None if states is None else _by_chunk(states, call.q, call.cu_seqlens)
 
 

@@ -12,15 +12,17 @@ from ..reference.options import ceil_div
 from ..runtime.probe import environment
 from .common import check_once, differentiable, host_bounds, observed
 from .kda_backward import backward
-from .kda_cute import Flags, Form, Inputs, Outputs, flags_of, kernels_for, kernels_of, run
+from .kda_cute import Flags, Form, Inputs, Kept, Outputs, flags_of, kernels_for, kernels_of, room_for_kept, run
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool may_end_early, float scale, str gate, float lower_bound, bool l2norm, "
-    "bool beta_sigmoid, float beta_limit, bool state_v_first, bool final, bool states) -> (Tensor, Tensor, Tensor)"
+    "bool beta_sigmoid, float beta_limit, bool state_v_first, bool final, bool states, bool keep)"
 )
 _TENSORS = 10  # tensors at the front of the schema
 _READ = 8  # of which the backward pass reads again
+_RESULTS = 3 + len(Kept._fields)
+_LATER = ", ".join(["Tensor grad_o", *(f"Tensor? {x}" for x in ("grad_state", *Kept._fields))])
 
 
 def _compute(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
@@ -36,13 +38,21 @@ def _run(form: Form, given: Inputs, cu_cpu: Tensor | None, early: bool) -> Outpu
     q, cu = given[0], given[8]
     if cu is not None:
         check_once(q, cu, cu_cpu, early)
-    o, state, states = run(form, given)
-    return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu))
+    o, state, states, kept = run(form, given)
+    return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu)), kept
 
 
-@torch.library.custom_op("deltafuse::kda_forward", mutates_args=(), schema=_SCHEMA)
+def _flat(outputs: Outputs) -> tuple[Tensor | None, ...]:
+    """What is kept as outputs of their own."""
+    *results, kept = outputs
+    return *results, *([None] * len(Kept._fields) if kept is None else kept)
+
+
+@torch.library.custom_op(
+    "deltafuse::kda_forward", mutates_args=(), schema=f"{_SCHEMA} -> ({', '.join(['Tensor'] * _RESULTS)})"
+)
 def _forward(q, *rest):  # type: ignore[no-untyped-def]
-    return tuple(q.new_empty(0) if x is None else x for x in _compute(q, *rest))
+    return tuple(q.new_empty(0) if x is None else x for x in _flat(_compute(q, *rest)))
 
 
 def _by_chunk(states: Tensor, q: Tensor, bounds: Tensor | None) -> Tensor:
@@ -67,17 +77,23 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *flags
     if f.states:
         chunks = ceil_div(q.shape[1], 64) if cu is None else torch.library.get_ctx().new_dynamic_size()
         states = q.new_empty((q.shape[0], chunks, v.shape[2], *inner))
-    return torch.empty_like(v, memory_format=torch.contiguous_format), state, states
+    kept = [empty.clone() for _ in Kept._fields]
+    if f.keep:
+        env = environment(q.device.type, q.device.index)
+        kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, f, env.sms)
+        kept = [empty.clone() if x is None else x for x in room_for_kept(q, v, n, cu is not None, kernels)]
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state, states, *kept
 
 
 def _compute_gradients(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
-    *numbers, grad_o, grad_state = rest
-    flags = Flags(*numbers, states=False)  # type: ignore[misc]
+    *numbers, keep, grad_o, grad_state = rest[: -len(Kept._fields)]
+    flags = Flags(*numbers, states=False, keep=keep)  # type: ignore[misc]
+    kept = Kept(*rest[-len(Kept._fields) :]) if keep else None
     env = environment(q.device.type, q.device.index)
     kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, flags, env.sms)
     tensors = (q, k, v, g, beta, a_log, dt_bias, initial_state)
     assert env.arch is not None
-    grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, env.arch, env.sms)
+    grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, env.arch, env.sms, kept=kept)
     found = (grads.q, grads.k, grads.v, grads.g, grads.beta, grads.a_log, grads.dt_bias, grads.initial_state)
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
@@ -86,8 +102,7 @@ _backward = torch.library.custom_op(
     "deltafuse::kda_backward",
     _compute_gradients,
     mutates_args=(),
-    schema=_SCHEMA.replace("bool final, bool states) -> (Tensor, Tensor, Tensor)", "bool final, Tensor grad_o, Tensor? grad_state)")
-    + " -> (" + ", ".join(["Tensor"] * _READ) + ")",
+    schema=_SCHEMA.replace("bool states, bool keep)", f"bool keep, {_LATER})") + f" -> ({', '.join(['Tensor'] * _READ)})",
 )  # fmt: skip
 
 
@@ -99,29 +114,34 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, *rest):  # type: ignore[n
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS])
-    ctx.early = inputs[_TENSORS]
     ctx.flags = Flags(*inputs[_TENSORS + 1 :])
+    kept = output[3:] if ctx.flags.keep else ()
+    ctx.mark_non_differentiable(*(x for x in kept if x is not None))
+    ctx.save_for_backward(*inputs[:_TENSORS], *kept)
+    ctx.early = inputs[_TENSORS]
     ctx.count = len(inputs)
 
 
-def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    *read, cu, cu_cpu = ctx.saved_tensors
+def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    read, bounds = saved[:_READ], saved[_READ:_TENSORS]
+    kept = saved[_TENSORS:] or [None] * len(Kept._fields)
     f = ctx.flags
     if grad_o is None:
         grad_o = torch.zeros_like(read[2])
+    *numbers, _states, keep = f.arguments
     # Gradients of gradients there are none, which the op says.
     op: Any = torch.ops.deltafuse.kda_backward if torch.is_grad_enabled() or observed() else _compute_gradients
-    grads = op(*read, cu, cu_cpu, ctx.early, *f.arguments[:-1], grad_o, grad_state if f.final else None)
+    grads = op(*read, *bounds, ctx.early, *numbers, keep, grad_o, grad_state if f.final else None, *kept)
     wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
     own = [grad if x is not None and need else None for grad, x, need in wanted]
     return *own, *([None] * (ctx.count - _READ))
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
-_differentiable = differentiable(_compute, _setup, _gradients)
+_differentiable = differentiable(lambda *inputs: _flat(_compute(*inputs)), _setup, _gradients)
 
 
 def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -132,7 +152,7 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
     states: Tensor | None
     if observed() or p.requires_grad:
         op = torch.ops.deltafuse.kda_forward if observed() else _differentiable
-        o, state, states = op(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
+        o, state, states, *_ = op(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
     else:
         form = call.known.get(Form)
         if form is None:
@@ -140,7 +160,7 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
             assert env.arch is not None
             form = Form.of(call.q, call.v, call.cu_seqlens, flags_of(p), kernels_of(p, env.sms), env.arch)
             call.known[Form] = form
-        o, state, states = _run(form, given, call.cu_seqlens_cpu, p.use_graph)
+        o, state, states, _ = _run(form, given, call.cu_seqlens_cpu, p.use_graph)
     final = state if p.output_final_state else None
     if not p.intermediate_states:
         return o, final

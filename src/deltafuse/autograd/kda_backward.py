@@ -26,11 +26,13 @@ from .kda_cute import (
     KEY_DIMS,
     VALUE_DIMS,
     Flags,
+    Kept,
     Kernels,
     aligned,
     padded,
     padded_state,
     parameter,
+    room_for_kept,
     slots,
     widened,
 )
@@ -145,8 +147,9 @@ def backward(
     arch: str,
     sms: int,
     load: Load = cache.load,
+    kept: Kept | None = None,
 ) -> KdaGradients:
-    """Gradients of every input from those of o and of the final state; `kernels` are the forward pass's."""
+    """Gradients of every input from those of o and of the final state; `kernels` and what is `kept` are the forward pass's."""
     batch, tokens, heads, width = q.shape
     value_heads, value_width = v.shape[2:]
     key_dim, value_dim = padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS)
@@ -164,24 +167,24 @@ def backward(
     gate = (parameter(a_log, 1, 1), parameter(dt_bias, width, key_dim))
     head = (count, value_heads)
 
-    factors = q.new_empty((*head, 3, key_dim // 64, 64, 64))
-    scores = q.new_empty((*head, 3, 64, 64))
-    decay, beta_eff = (q.new_empty((*head, n), dtype=torch.float32) for n in (key_dim, 64))
-    bound = q.new_empty(head, dtype=torch.float32) if own.prepare.bound else None
     numbers = (flags.scale, flags.lower_bound, flags.beta_limit)
-    load("warp.kda_prepare", own.prepare, arch)(
-        *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, *numbers
-    )
+    made = kept or room_for_kept(q, v, sequences, cu_seqlens is not None, kernels)
+    factors, scores, decay, beta_eff, hs, bound = made
+    if kept is None:
+        load("warp.kda_prepare", own.prepare, arch)(
+            *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, *numbers
+        )
     given = _Given(factors, scores, decay, beta_eff, bound, v, do, cu_seqlens, own, arch, load)
     shape = (sequences, value_heads, value_dim, key_dim)
-    hs = _states(given, shape, initial_state, flags.state_v_first)
+    if kept is None:
+        _states(given, shape, hs, initial_state, flags.state_v_first)
     y, dv, dhs, dh0 = _reverse(given, shape, grad_state, flags.state_v_first, initial_state is not None)
     dfactors, dscores = q.new_empty((*head, 3, 64, key_dim)), q.new_empty((*head, 2, 64, 64))
     dgi, direct = (q.new_empty((*head, 64, *n), dtype=torch.float32) for n in ((key_dim,), ()))
     load("sm90.kda_inter", own.inter, arch)(
         factors, scores, decay, beta_eff, hs, dhs, v, do, y, cu_seqlens, dfactors, dscores, dgi, direct, sms
     )
-    del factors, scores, hs, dhs, y, given
+    del factors, scores, hs, dhs, y, given, made, kept
     grouped = heads != value_heads
     rows = (batch, tokens, value_heads if grouped else heads, key_dim)
     dq, dk = (q.new_empty(rows, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
@@ -251,8 +254,8 @@ def _cut(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> Tensor:
     return state[..., :rows, :columns].contiguous()
 
 
-def _states(given: _Given, shape: tuple[int, ...], initial_state: Tensor | None, v_first: bool) -> Tensor:
-    """The state at the start of every chunk, [slots, HV, V, K] in the io dtype."""
+def _states(given: _Given, shape: tuple[int, ...], hs: Tensor, initial_state: Tensor | None, v_first: bool) -> None:
+    """Write the state at the start of every chunk, hs [slots, HV, V, K] in the io dtype."""
     k = given.kernels
     sequences, value_heads, value_dim, key_dim = shape
     h0 = None if initial_state is None else _v_first(initial_state.detach(), key_dim, value_dim, v_first)
@@ -267,9 +270,7 @@ def _states(given: _Given, shape: tuple[int, ...], initial_state: Tensor | None,
         given.scan(k.transitions, None, None, transitions, None, None, early)
         given.combine(k.combine, ends, transitions, h0, starts, None, early)
         h0 = starts
-    hs = f.new_empty((f.shape[0], value_heads, value_dim, key_dim))
     given.scan(k.scan, given.v, h0, None, hs, None, early)
-    return hs
 
 
 def _reverse(

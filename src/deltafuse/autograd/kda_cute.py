@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Flags:
     state_v_first: bool
     final: bool
     states: bool
+    keep: bool = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -103,13 +104,14 @@ def plan_kernels(
     prepare = PrepareConfig(
         dtype=io, key_dim=key_dim, gate=flags.gate, gate_dtype=DTYPE_NAMES.get(gate_dtype, "float32"),
         beta_dtype=DTYPE_NAMES.get(beta_dtype, "float32"), a_log=a_log, dt_bias=dt_bias, l2norm=flags.l2norm,
-        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds, bound=plan.segments > 1,
+        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds, bound=plan.segments > 1, inverse=flags.keep,
     )  # fmt: skip
-    common: dict[str, Any] = dict(dtype=io, key_dim=key_dim, cu_seqlens=bounds)
+    common: dict[str, Any] = dict(dtype=io, key_dim=key_dim, cu_seqlens=bounds, panels=3 if flags.keep else 2)
+    states: dict[str, Any] = dict(states=flags.states or flags.keep, by_value=flags.keep)
     if plan.segments == 1:
         scan = ScanConfig(
             **common, tile=plan.tile, cluster=plan.cluster, state_v_first=flags.state_v_first, initial=initial, final=flags.final,
-            states=flags.states,
+            **states,
         )  # fmt: skip
         return Kernels(prepare, scan, plan)
     scan = ScanConfig(
@@ -119,8 +121,8 @@ def plan_kernels(
         state_v_first=flags.state_v_first,
         initial=True,
         final=flags.final,
-        states=flags.states,
         early="follow",
+        **states,
     )
     segment = ScanConfig(
         **common, tile=64, cluster=2 if value_dim % 128 == 0 else 1, state_v_first=True, final=True, readout=False,
@@ -195,7 +197,7 @@ def flags_of(p: DeltaProblem) -> Flags:
     """The flags of a checked call."""
     return Flags(
         p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first, p.output_final_state,
-        p.intermediate_states,
+        p.intermediate_states, p.disable_recompute and p.requires_grad,
     )  # fmt: skip
 
 
@@ -294,9 +296,22 @@ class Form:
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q, k, v, g, beta, A_log, dt_bias, the initial state, cu_seqlens."""
-Outputs = tuple[Tensor, Tensor | None, Tensor | None]
-"""o, the final state and every slot's first state, the latter two None where not asked for. A slot is a chunk's place in the workspace:
-see `slots`."""
+
+
+class Kept(NamedTuple):
+    """What the forward pass leaves to a backward pass that is not to compute it again: operands, and first states `[slots, HV, V, K]`."""
+
+    factors: Tensor
+    scores: Tensor
+    decay: Tensor
+    beta: Tensor
+    states: Tensor
+    bound: Tensor | None
+
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Kept | None]
+"""o, the final state, every slot's first state and what is kept, the latter three None where not asked for. A slot is a chunk's place
+in the workspace: see `slots`."""
 
 
 def forward(
@@ -332,11 +347,12 @@ def run(form: Form, given: Inputs) -> Outputs:
     q, k, v, g, beta, a_log, dt_bias, h0, cu_seqlens = given
     flags, heads, key_dim, value_dim = form.flags, form.value_heads, form.key_dim, form.value_dim
     factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
-    scores = q.new_empty((form.slots, heads, 2, 64, 64))
+    scores = q.new_empty((form.slots, heads, 3 if flags.keep else 2, 64, 64))
     decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
+    beta_eff = q.new_empty((form.slots, heads, 64), dtype=torch.float32) if flags.keep else None
     bound = q.new_empty((form.slots, heads), dtype=torch.float32) if form.kernels.prepare.bound else None
     form.prepare(
-        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, None, bound, flags.scale, flags.lower_bound,
+        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, flags.scale, flags.lower_bound,
         flags.beta_limit,
     )  # fmt: skip
     operands = (factors, scores, decay)
@@ -345,17 +361,23 @@ def run(form: Form, given: Inputs) -> Outputs:
             *operands, v, h0, cu_seqlens, final=flags.final, state_v_first=flags.state_v_first, arch=form.arch,
             sms=BLACKWELL[form.arch], load=form.load,
         )  # fmt: skip
-        return _narrowed(form, o, ht, None)
+        return *_narrowed(form, o, ht, None), None
     inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
     ht = q.new_empty((form.sequences, heads, *inner), dtype=torch.float32) if flags.final else None
     hs = q.new_empty((form.slots, heads, *inner)) if flags.states else None
+    kept = None
+    if beta_eff is not None:
+        hs = q.new_empty((form.slots, heads, value_dim, key_dim))
+        kept = Kept(factors, scores, decay, beta_eff, hs, bound)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     plan, early = form.kernels.schedule, None
     if plan.segments > 1:
         assert bound is not None
         h0, early = _segment_states(form, operands, v, h0, ht, cu_seqlens, bound, inner)
     form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, plan.segments, plan.segment_chunks)
-    return _narrowed(form, o, ht, hs)
+    if kept is not None:
+        return *_narrowed(form, o, ht, None), kept
+    return *_narrowed(form, o, ht, hs), None
 
 
 def _segment_states(
@@ -386,12 +408,26 @@ def _segment_states(
     return starts, early
 
 
+def room_for_kept(q: Tensor, v: Tensor, sequences: int, packed: bool, kernels: Kernels) -> Kept:
+    """What is kept of a call, not yet written."""
+    key_dim, value_dim = padded(q.shape[3], KEY_DIMS), padded(v.shape[3], VALUE_DIMS)
+    head = (slots(q.shape[0], q.shape[1], sequences, packed), v.shape[2])
+    wide: dict[str, Any] = dict(dtype=torch.float32)
+    return Kept(
+        q.new_empty((*head, 3, key_dim // 64, 64, 64)), q.new_empty((*head, 3, 64, 64)), q.new_empty((*head, key_dim), **wide),
+        q.new_empty((*head, 64), **wide), q.new_empty((*head, value_dim, key_dim)),
+        q.new_empty(head, **wide) if kernels.prepare.bound else None,
+    )  # fmt: skip
+
+
 def slots(batch: int, tokens: int, sequences: int, packed: bool) -> int:
     """Places for chunks in the workspace. Packed: chunk c of sequence n, which starts at token b, has slot b // 64 + n + c."""
     return tokens // CHUNK + sequences if packed else batch * -(-tokens // CHUNK)
 
 
-def _narrowed(form: Form, o: Tensor, ht: Tensor | None, hs: Tensor | None) -> Outputs:
+def _narrowed(
+    form: Form, o: Tensor, ht: Tensor | None, hs: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Outputs without the columns that were padded."""
     key_dim, value_dim = form.widths
     if (key_dim, value_dim) == (form.key_dim, form.value_dim):

@@ -45,6 +45,7 @@ class ScanConfig:
     `tile` columns of V a CTA (64: one warpgroup, 128: two), in clusters of `cluster` CTAs of one head that share operands. `initial`,
     `final`, `states`: whether the initial state is given, the final one wanted, every chunk's first state wanted (io dtype).
     `readout`: whether o is wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
+    `by_value`: chunks' states are [V, K] whatever the layout of the others.
     `panels` of scores a chunk: 3 where the inverse without beta is among them. `early`: segments may start early from zero; "decide" where
     this pass says which ones do, "follow" where an earlier one has.
     """
@@ -57,11 +58,17 @@ class ScanConfig:
     initial: bool = False
     final: bool = False
     states: bool = False
+    by_value: bool = False
     readout: bool = True
     transition: bool = False
     cu_seqlens: str = ""
     panels: int = 2
     early: str = ""
+
+    @property
+    def states_v_first(self) -> bool:
+        """The layout of chunks' states."""
+        return self.state_v_first or self.by_value
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class KdaScan:
         if const_expr(o is not None):
             tma_o, tO = self.tensor_copy(store, o, (3, 1, 2, 0), layouts.o)
         if const_expr(hs is not None):
-            order = (2, 3, 1, 0) if const_expr(self.config.state_v_first) else (3, 2, 1, 0)
+            order = (2, 3, 1, 0) if const_expr(self.config.states_v_first) else (3, 2, 1, 0)
             tma_s, tS = self.tensor_copy(store, hs, order, layouts.states)
         self.kernel(
             factors, scores, decay, h0, cu_seqlens, bound, early, ht, o, tma_v, tV, tma_o, tO, tma_s, tS,
@@ -184,7 +184,7 @@ class KdaScan:
             v=sm90.make_smem_layout_epi(dt, col, (64, CHUNK), self.v_stages * self.groups),
             o=sm90.make_smem_layout_epi(dt, col, (64, CHUNK), self.o_stages * self.groups),
             states=sm90.make_smem_layout_epi(
-                dt, row if self.config.state_v_first else col, (64, 64), self.panels * self.groups
+                dt, row if self.config.states_v_first else col, (64, 64), self.panels * self.groups
             ),
         )
 
@@ -490,7 +490,7 @@ class KdaScan:
             r.fO_matrices = cute.make_tensor(r.fO.iterator, by_matrix)
             r.o_at = r.store.get_slice(tid).partition_D(s.o)
         if s.states is not None:
-            r.store_state = matrices(not self.config.state_v_first)[1]
+            r.store_state = matrices(not self.config.states_v_first)[1]
             r.fS_matrices = [cute.make_tensor(r.fS.iterator + 32 * p, by_matrix) for p in range(panels)]
             r.states_at = r.store_state.get_slice(tid).partition_D(s.states)
         return r
@@ -739,8 +739,8 @@ def compile(config: ScanConfig, **tuning):
     slots, heads, batch, tokens, value_dim, units = (cute.sym_int() for _ in range(6))
     ended = cute.sym_int() if config.early and config.initial else units
 
-    def state(dtype, n, columns):
-        return row_major(dtype, (n, heads, columns, K) if config.state_v_first else (n, heads, K, columns))
+    def state(dtype, n, columns, v_first=config.state_v_first):
+        return row_major(dtype, (n, heads, columns, K) if v_first else (n, heads, K, columns))
 
     columns = K if config.transition else value_dim
     return cute.compile(
@@ -753,7 +753,7 @@ def compile(config: ScanConfig, **tuning):
         make_fake_tensor(DTYPES[config.cu_seqlens], (cute.sym_int(),), stride=(1,)) if config.cu_seqlens else None,
         row_major(dt, (batch, tokens, heads, value_dim)) if config.readout else None,
         state(Float32, ended, columns) if config.final or config.transition else None,
-        state(dt, slots, columns) if config.states else None,
+        state(dt, slots, columns, config.states_v_first) if config.states else None,
         dense(Float32, (slots, heads)) if config.early == "decide" else None,
         dense(Int32, (units, heads)) if config.early else None,
         Int32(1),

@@ -569,7 +569,8 @@ class KdaPrepare(ExactRows, ChunkBound):
                     words[name + "32"].append([to_tf32(x) for x in row])
                 self.write(out, output, h, [a * b for a, b in zip(row, signed, strict=True)])
         own = [
-            [a * factor_k[h] * reciprocal(b) for a, b in zip(self.numbers(words_k[h]), up[h], strict=True)] for h in range(2)
+            [a * factor_k[h] * reciprocal(b) for a, b in zip(self.numbers(words_k[h]), up[h], strict=True)]
+            for h in range(2)
         ]
         words["own"] = [self.packed(x) if self.bf16 else [to_tf32(y) for y in x] for x in own]
         if sTotal is None:
@@ -650,7 +651,11 @@ class KdaPrepare(ExactRows, ChunkBound):
                 for n in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(4):
                         kept[i, n, b] = select(half, sums[1][n][i], sums[0][n][i])
-                    store_shared(to, 1024 * b + 512 * n, [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)])
+                    store_shared(
+                        to,
+                        1024 * b + 512 * n,
+                        [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)],
+                    )
         # The own block's sums, too, lie where Aqk goes.
         barrier_of(block, 64)
         self.write_scores(own, beta, role, block, True)

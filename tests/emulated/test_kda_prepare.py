@@ -292,8 +292,10 @@ def test_large_inverse(dtype: torch.dtype) -> None:
         dtype=dtype, gate="log", gate_dtype=torch.float32, key_dim=64, beta_sigmoid=True, beta_limit=2.0, l2norm=False
     )
     case.inputs["g"].mul_(0.01)
-    base = torch.randn(64, generator=torch.Generator().manual_seed(1))
-    case.inputs["k"].copy_((base / base.norm() + 0.1 * torch.randn(case.inputs["k"].shape)).to(dtype))
+    source = torch.Generator().manual_seed(1)
+    base = torch.randn(64, generator=source)
+    keys = base / base.norm() + 0.1 * torch.randn(case.inputs["k"].shape, generator=source)
+    case.inputs["k"].copy_(keys.to(dtype))
     case.inputs["beta"].fill_(4.0)
     case.run()
     m = case.matrices()["m"][0, 0].double()

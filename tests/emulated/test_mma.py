@@ -118,6 +118,17 @@ def test_special_values() -> None:
     assert np.isnan(d[5, 2])
 
 
+@pytest.mark.parametrize("special", [np.inf, np.nan])
+def test_special_values_times_tiny_ones(special: float) -> None:
+    """Their products' exponents are small, and they are special all the same."""
+    a, b, c = np.zeros((16, 16)), np.full((16, 8), 2.0**-120), np.ones((16, 8))
+    a[2, 5] = special
+    bits = encode(a, "bf16"), encode(b, "bf16"), encode(c, "f32")
+    d = decode(run("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", *bits), "f32")
+    assert np.array_equal(d[2], np.full(8, special), equal_nan=True)
+    assert (np.delete(d, 2, 0) == 1).all()
+
+
 @pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize("ta", ["s8", "u8"])
 @pytest.mark.parametrize("tb", ["s8", "u8"])

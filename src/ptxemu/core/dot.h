@@ -76,7 +76,8 @@ static inline void elements_of_row(float *restrict out, const void *restrict row
 }
 
 /* ---- fused sums of 32 outputs at once ---------------------------------------------------------------------------------------------- */
-enum { DOT_ZERO = -4000 }; /* a zero's exponent */
+/* A zero's exponent, and that of infinities and NaN: beyond all others whatever it is added to. */
+enum { DOT_ZERO = -4000, DOT_SPECIAL = 8000 };
 
 /* Exponents of n elements, for `dot32`. */
 static inline void dot_exponents(int16_t *restrict e, const float *restrict x, int n, int emin)
@@ -84,7 +85,7 @@ static inline void dot_exponents(int16_t *restrict e, const float *restrict x, i
     for (int i = 0; i < n; i++) {
         uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
         int32_t exponent = (int32_t)(magnitude >> 23) - 127;
-        exponent = exponent < emin ? emin : exponent;
+        exponent = exponent < emin ? emin : exponent == 128 ? DOT_SPECIAL : exponent;
         e[i] = (int16_t)(magnitude ? exponent : DOT_ZERO);
     }
 }

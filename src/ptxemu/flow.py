@@ -8,6 +8,26 @@ from collections.abc import Sequence
 BRANCH, EXIT = 1, 2
 
 
+def blocks(
+    n: int, control: Sequence[int], guarded: Sequence[bool], targets: Sequence[int]
+) -> tuple[list[range], list[set[int]]]:
+    """The basic blocks' instructions, and the blocks that may follow each."""
+    leaders = {0} | {t for t in targets if t >= 0} | {i + 1 for i in range(n - 1) if control[i]}
+    starts = sorted(leaders)
+    spans = [range(start, end) for start, end in zip(starts, [*starts[1:], n], strict=True)]
+    block = {start: b for b, start in enumerate(starts)}
+    successors: list[set[int]] = []
+    for b, span in enumerate(spans):
+        last = span[-1]
+        following: set[int] = set()
+        if control[last] == BRANCH:
+            following.add(block[targets[last]])
+        if span.stop < n and (not control[last] or guarded[last]):
+            following.add(b + 1)
+        successors.append(following)
+    return spans, successors
+
+
 def order(
     n: int, control: Sequence[int], guarded: Sequence[bool], targets: Sequence[int]
 ) -> tuple[set[int], list[int]]:
@@ -16,25 +36,12 @@ def order(
     Blocks of one loop (a strongly connected component) keep program order; components are in topological order, nearest to
     program order, since a join may lie before the code that branches back to it.
     """
-    leaders = {0} | {t for t in targets if t >= 0} | {i + 1 for i in range(n - 1) if control[i]}
-    starts = sorted(leaders)
-    block = {start: b for b, start in enumerate(starts)}
-    successors: list[set[int]] = []
-    for b in range(len(starts)):
-        end = starts[b + 1] if b + 1 < len(starts) else n
-        last = end - 1
-        following: set[int] = set()
-        if control[last] == BRANCH:
-            following.add(block[targets[last]])
-        if end < n and (not control[last] or guarded[last]):
-            following.add(b + 1)
-        successors.append(following)
+    spans, successors = blocks(n, control, guarded, targets)
     ranks = _running_order(successors)
     rank = [0] * n
-    for b, start in enumerate(starts):
-        end = starts[b + 1] if b + 1 < len(starts) else n
-        rank[start:end] = [ranks[b]] * (end - start)
-    return leaders, rank
+    for b, span in enumerate(spans):
+        rank[span.start : span.stop] = [ranks[b]] * len(span)
+    return {span.start for span in spans}, rank
 
 
 def _components(successors: Sequence[set[int]]) -> list[list[int]]:

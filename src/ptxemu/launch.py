@@ -39,7 +39,9 @@ class CLaunch(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("eager", ctypes.c_int32), ("shuffle", ctypes.c_int32), ("workers", ctypes.c_int32), ("quantum", ctypes.c_int32),
         ("limit", ctypes.c_uint64), ("races", ctypes.c_int32), ("loads_end_by_use", ctypes.c_int32),
-        ("warp_races", ctypes.c_int32), ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
+        ("warp_races", ctypes.c_int32),
+        ("queued_reads", ctypes.c_int32),
+        ("error", ctypes.c_int32), ("error_line", ctypes.c_int32),
         ("error_cta", ctypes.c_uint32 * 3), ("error_warp", ctypes.c_int32), ("message", ctypes.c_char * 4096),
         ("notes", ctypes.c_char * 4096), ("instructions", ctypes.c_uint64), ("next_cluster", ctypes.c_uint32),
         ("progress", ctypes.c_uint64), ("race", ctypes.c_void_p),
@@ -61,6 +63,7 @@ class Options:
         read only past a bar.warp.sync of both, or past what its warp acquires (a barrier, an mbarrier).
     loads_end_by_use: a tcgen05.ld is over where its registers are used, also for the order of memory accesses, which the PTX ISA
         does not promise without tcgen05.wait::ld.
+    queued_reads: look for reads of shared memory that an arrival does not wait for, where a copy then overwrites what they read.
     edit: a change of the PTX text before it runs; it must change something.
     """
 
@@ -73,6 +76,7 @@ class Options:
     races: bool = True
     warp_races: bool = False
     loads_end_by_use: bool = False
+    queued_reads: bool = True
     edit: Callable[[str], str] | None = None
 
 
@@ -179,7 +183,7 @@ def _execute(
         n_texture=len(handles), texture=ctypes.addressof(textures), seed=options.seed,
         eager=options.eager, shuffle=options.shuffle, workers=options.workers or os.cpu_count() or 1,
         quantum=options.quantum, limit=options.limit, races=options.races,
-        loads_end_by_use=options.loads_end_by_use, warp_races=options.warp_races,
+        loads_end_by_use=options.loads_end_by_use, warp_races=options.warp_races, queued_reads=options.queued_reads,
     )  # fmt: skip
     start = time.perf_counter()
     core().emu_launch(ctypes.byref(launch))

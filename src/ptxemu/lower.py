@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from . import flow, lower_defined
+from . import queued as queued_reads
 from .build import core
 from .errors import Unsupported
 from .ptx import SINK as PTX_SINK
@@ -25,7 +26,7 @@ WINDOW_SHARED, WINDOW_PARAM, WINDOW_LOCAL = 1 << 56, 2 << 56, 3 << 56
 NO_GUARD = -(1 << 31)
 SINK = NO_GUARD + 1
 PLAIN, BRANCH, EXIT = 0, 1, 2
-LEADER, ALIGNED, HELD = 1, 2, 4
+LEADER, ALIGNED, HELD, QUEUED, TOUCHES, RENAMES = 1, 2, 4, 8, 16, 32
 SPECIAL_END = 6016
 
 
@@ -394,6 +395,14 @@ def lower(kernel: Kernel, arch: int) -> Lowered:
         b"" if e.fn is None else lower_defined.forms(e.fn, e.args, [*e.imm, 0, 0, 0, 0], low.lane_bytes)
         for e in low.out
     ]
+    reads = queued_reads.queued(
+        [
+            queued_reads.Step(e.fn or "", e.args, form, [*e.imm, 0, 0], e.guard != NO_GUARD)
+            for e, form in zip(low.out, forms, strict=True)
+        ],
+        [e.control for e in low.out],
+        targets,
+    )
     form_pool = (ctypes.c_uint8 * max(sum(map(len, forms)), 1)).from_buffer_copy(b"".join(forms) or b"\0")
     at = form_at = 0
     for i, e in enumerate(low.out):
@@ -407,6 +416,7 @@ def lower(kernel: Kernel, arch: int) -> Lowered:
         c.flags = (LEADER if i in leaders else 0) | (ALIGNED if e.aligned else 0)
         if e.fn != "wgmma.mma_async" and any(SPECIAL_END <= a < low.held_end for a in e.args):
             c.flags |= HELD
+        c.flags |= QUEUED * (i in reads.loads) | TOUCHES * (i in reads.touches) | RENAMES * (i in reads.renames)
         c.n = len(e.args)
         c.arg = ctypes.addressof(args) + 4 * at
         c.n_written = len(e.writes)

@@ -132,6 +132,7 @@ def _mbarrier(low: Lowering, ins: Instr) -> None:
         at, off, generic = address(args[0])
         value = low.operand(args[1], "u32") if len(args) > 1 else SINK
         flags = generic + 2 * (what == "arrive_drop") + 4 * ("expect_tx" in mods)
+        flags += 8 * ("cluster" in mods and "relaxed" not in mods)
         low.emit("mbarrier.arrive", [state, at, value], [off, flags])
     elif what in ("try_wait", "test_wait"):
         parity = "parity" in mods

@@ -352,6 +352,7 @@ void load_issue(Warp *w, Load *load, const char *what)
         if (t != w->cta)
             shared_place(w, (uint64_t)rank << CTA_SHIFT | (SHARED_BASE + l->off), l->bytes, 1, 0, what, &t);
         mbar_use(w, barrier_cta(l, c, rank), l->bar_off, 1);
+        queued_check(w, t, l->off, l->bytes, what);
         if (l->op < 0)
             async_write_begin(w, t, l->off, l->bytes, what);
         else
@@ -522,6 +523,7 @@ static void remote_issue(Warp *w, const Remote *from, uint64_t addr, uint64_t ba
     if (b != r->cta)
         fault(w, ERR_BARRIER, "%s: the mbarrier is in CTA %d of the cluster, the destination in CTA %d", what, b->rank, r->cta->rank);
     mbar_use(w, b, r->bar, 0);
+    queued_check(w, r->cta, r->off, r->bytes, what);
     if (r->op < 0)
         async_write_begin(w, r->cta, r->off, r->bytes, what);
     else

@@ -197,6 +197,8 @@ static int atom(Warp *w, const Ins *ins, uint32_t m)
         if (ins->arg[1 + j] != SINK)
             memcpy((uint8_t *)operand(w, ins->arg[1 + j]) + i * bytes, &old, bytes);
     }
+    if (ins->flags & INS_QUEUED)
+        queued_load(w, ins, m, addr, bytes * n);
     /* An atomic that changes nothing may be what a loop waits on. */
     if (!changed)
         return YIELD;
@@ -210,8 +212,11 @@ static int atom_b128(Warp *w, const Ins *ins, uint32_t m)
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     const int64_t flags = ins->imm[1];
     int changed = 0;
+    uint64_t addresses[LANES];
+    lane_addresses(w, ins->arg[0], ins->imm[0], flags & ACC_WIDE, addresses);
     FOR_LANES(i, m) {
-        uint64_t addr = lane_address(w, ins->arg[0], ins->imm[0], flags & ACC_WIDE, i), key = addr & ~(uint64_t)3;
+        const uint64_t addr = addresses[i];
+        uint64_t key = addr & ~(uint64_t)3;
         const int space = ACC_SPACE(flags), shared = space == SPACE_SHARED || (addr & WINDOW_MASK) == WINDOW_SHARED;
         const uint8_t *b = (const uint8_t *)operand(w, ins->arg[2]) + 16 * i, *c = b;
         uint8_t *at = (uint8_t *)addr, old[16];
@@ -247,6 +252,8 @@ static int atom_b128(Warp *w, const Ins *ins, uint32_t m)
         if (ins->arg[1] != SINK)
             memcpy((uint8_t *)operand(w, ins->arg[1]) + 16 * i, old, 16);
     }
+    if (ins->flags & INS_QUEUED)
+        queued_load(w, ins, m, addresses, 16);
     w->cta->cluster->activity += changed;
     return changed ? NEXT : YIELD;
 }

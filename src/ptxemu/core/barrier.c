@@ -162,12 +162,15 @@ static int mbar_inval(Warp *w, const Ins *ins, uint32_t m)
     return NEXT;
 }
 
-/* mbarrier.arrive{_drop}{.expect_tx} state|_, [a], value: operands state, a, value (or SINK). imm[1]: 2 drop, 4 expect_tx. */
+/* mbarrier.arrive{_drop}{.expect_tx} state|_, [a], value: operands state, a, value (or SINK). imm[1]: 2 drop, 4 expect_tx, 8 a release at cluster scope,
+ * before which ptxas puts a fence. */
 static int mbar_arrive_op(Warp *w, const Ins *ins, uint32_t m)
 {
     Cluster *c = w->cta->cluster;
     uint32_t vc[MAX_CLOCKS];
     memset(vc, 0, c->n_clock * sizeof *vc);
+    if (ins->imm[1] & 8)
+        queued_done(w);
     clock_release(w, vc);
     FOR_LANES(i, m) {
         Cta *t;
@@ -286,6 +289,8 @@ static int bar(Warp *w, const Ins *ins, uint32_t m)
     b->need = need;
     b->got += LANES;
     b->warps |= 1u << w->id;
+    if (ins->imm[0] != 1)
+        queued_done(w); /* PTX ISA: accesses before it are performed relative to its threads */
     clock_release(w, b->vc);
     if (b->got > need)
         fault(w, ERR_BARRIER, "barrier %u: %u threads arrived, %u expected (warps %#x)", id, b->got, need, b->warps);
@@ -344,10 +349,12 @@ static int cluster_arrive(Warp *w, const Ins *ins, uint32_t m)
         fault(w, ERR_BARRIER, "barrier.cluster.arrive twice without a wait");
     w->cluster_phase = c->barrier.phase + 1;
     c->activity++;
-    if (!ins->imm[1])
+    if (!ins->imm[1]) {
+        queued_done(w); /* ptxas puts a fence before it */
         clock_release(w, c->barrier.vc);
-    else if (w->fenced) /* a fence makes a release of it */
+    } else if (w->fenced) { /* a fence makes a release of it */
         clock_join(c, c->barrier.vc, w->fenced);
+    }
     if (w->init_fence)
         c->barrier.inits[w->gid] = w->init_fence;
     if (++c->barrier.got == (uint32_t)c->n_warps) {

@@ -52,8 +52,9 @@ enum {
 typedef int (*Exec)(Warp *, const Ins *, uint32_t mask);
 
 enum { CTL_PLAIN, CTL_BRANCH, CTL_EXIT };
-/* Starts a basic block; needs every live lane of the warp at once; uses registers that some wgmma uses (see wgmma_touch). */
-enum { INS_LEADER = 1, INS_ALIGNED = 2, INS_HELD = 4 };
+/* Starts a basic block; needs every live lane of the warp at once; uses registers that some wgmma uses (see wgmma_touch). INS_QUEUED: a read that
+ * may be queued at an arrival; INS_TOUCHES: uses registers that may hold what such a read loads, INS_RENAMES: only moves them (see queued.c). */
+enum { INS_LEADER = 1, INS_ALIGNED = 2, INS_HELD = 4, INS_QUEUED = 8, INS_TOUCHES = 16, INS_RENAMES = 32 };
 
 /* An operand is an offset: into the warp's registers if >= 0, else -offset - 1 into the program's constants. A value has 32 lanes:
  * uint16_t (64 bytes), uint32_t (128) or uint64_t (256). A predicate is one uint32_t, a bit a lane. -1 - SINK_OFFSET is the sink "_". */
@@ -136,6 +137,7 @@ struct Warp {
     uint32_t *fenced;    /* its vector at its last fence, and ... */
     struct Lanes *lanes; /* order between its lanes: see lanes.c; NULL: not looked for */
     uint32_t *observed;  /* what relaxed reads saw since then: see sync.c; NULL: none */
+    struct Queued *queued; /* its reads of shared memory that may be queued: see queued.c; NULL: none was */
     struct Undefined *undefined; /* bits of its registers that were never written: see defined.c; NULL: none were read */
     uint64_t retired;    /* instructions executed */
 };
@@ -148,6 +150,7 @@ typedef struct {
     uint8_t *state;      /* per byte: ST_* */
     uint32_t *writer;    /* per byte: epoch (EPOCH) of the last write; 0: none */
     uint32_t *reader;    /* per 4-byte word and clock component but copies': a warp's clock at its last read, a warpgroup's last wgmma */
+    uint32_t *queued;    /* per 4-byte word and warp of the cluster: see queued.c; NULL: none is noted */
     uint16_t *locks;     /* per 16 bytes: asynchronous reads in flight */
     uint8_t *strong;     /* per byte: the last write was a strong one; NULL: none was */
     struct Touched *lane_writer, *lane_reader; /* per byte, per word: see lanes.c; NULL: not looked for */
@@ -259,6 +262,7 @@ struct Launch {
     int32_t races;            /* look for races in global memory */
     int32_t loads_end_by_use; /* a tcgen05.ld is complete where its registers are used */
     int32_t warp_races;       /* look for races between lanes of a warp in shared memory */
+    int32_t queued_reads;     /* look for reads that may be queued when a copy overwrites what they read */
     /* results */
     volatile int32_t error;   /* ERR_* of the first fault */
     int32_t error_line;       /* PTX line, or 0 */
@@ -324,6 +328,13 @@ void undefined_guard(Warp *w, const Ins *ins, uint32_t mask); /* faults where th
 void undefined_step(Warp *w, const Ins *ins, uint32_t m);     /* what an instruction that is about to run does to definedness */
 void undefined_free(Warp *w);
 size_t undefined_report(const Warp *w, char *out, size_t n);  /* the warp's first read of what was never written, if there is one */
+
+/* queued.c */
+void queued_touch(Warp *w, const Ins *ins); /* what an instruction that is about to run does to registers that reads have loaded */
+void queued_done(Warp *w);                  /* all reads of the warp are */
+void queued_release(Warp *w);               /* w->queued is not NULL */
+void queued_check(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *what); /* before a write of the asynchronous proxy */
+void queued_free(Warp *w);
 
 /* race.c */
 struct Races *race_new(void);

@@ -106,6 +106,8 @@ void clock_join(Cluster *c, uint32_t *into, const uint32_t *from)
 
 void clock_release(Warp *w, uint32_t *into)
 {
+    if (w->queued)
+        queued_release(w);
     clock_join(w->cta->cluster, into, w->vc);
     if (++w->vc[w->gid] > 0x3ffff0u)
         fault(w, ERR_EMU, "a warp released more often than the emulator counts");
@@ -288,6 +290,8 @@ static int run_frag(Warp *w, int i, int quantum)
         }
         if (ins->flags & INS_HELD && w->wg)
             wgmma_touch(w, ins);
+        if (ins->flags & INS_TOUCHES && w->queued)
+            queued_touch(w, ins);
         if (w->undefined)
             undefined_step(w, ins, m);
         switch (ins->fn(w, ins, m)) {
@@ -463,6 +467,7 @@ static void free_cluster(Cluster *c)
             free(t->warp[i].observed);
             free(t->warp[i].inits);
             undefined_free(&t->warp[i]);
+            queued_free(&t->warp[i]);
         }
         for (MBarrier *b = t->mbar, *next; b; b = next) {
             next = b->next;

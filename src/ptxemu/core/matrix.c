@@ -41,6 +41,8 @@ static int ldmatrix(Warp *w, const Ins *ins, uint32_t m)
         if (u.any || w->undefined)
             undefined_set(w, ins->arg[1 + j], 4, FULL, u.any ? shadow : NULL, u.origin);
     }
+    if (ins->flags & INS_QUEUED)
+        queued_load(w, ins, rows(n), addr, 16);
     return NEXT;
 }
 

@@ -387,6 +387,8 @@ static int ld(Warp *w, const Ins *ins, uint32_t m)
             to_register(shadow, u.bits + j * element, element * n, element, ACC_REG(flags), (flags & ACC_SIGNED) != 0, m);
         undefined_set(w, ins->arg[1 + j], ACC_REG(flags), m, u.any ? shadow : NULL, u.origin);
     }
+    if (ins->flags & INS_QUEUED)
+        queued_load(w, ins, m, addr, element * n);
     return flags & ACC_STRONG ? YIELD : NEXT;
 }
 

@@ -80,6 +80,9 @@ uint64_t reduce(int op, int type, uint64_t old, uint64_t b, uint64_t c); /* the 
 uint64_t global_reduce(void *at, int op, int type, uint64_t b, uint64_t c); /* atomically; returns the old value */
 uint32_t type_bytes(int type);
 
+/* queued.c: a read of `bytes` by every lane of the mask, marked INS_QUEUED */
+void queued_load(Warp *w, const Ins *ins, uint32_t m, const uint64_t *addr, uint32_t bytes);
+
 /* sync.c */
 uint64_t shared_key(const Cta *c, uint32_t off);
 void sync_read(Warp *w, uint64_t key, int acquire);

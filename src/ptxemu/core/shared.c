@@ -30,6 +30,7 @@ void shared_free(Cta *c)
     free(c->shared.writer);
     free(c->shared.reader);
     free(c->shared.locks);
+    free(c->shared.queued);
     free(c->shared.strong);
     lanes_free(c);
 }
@@ -234,6 +235,7 @@ void shared_write(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const void *in)
 void proxy_fence(Warp *w)
 {
     Cluster *c = w->cta->cluster;
+    queued_done(w);
     FenceLog *log = &c->fence[w->gid];
     if (log->n == log->room) {
         log->room = log->room ? 2 * log->room : 16;

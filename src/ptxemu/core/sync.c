@@ -82,6 +82,8 @@ void sync_write(Warp *w, uint64_t key, int release, int keep)
     if (!(key & WINDOW_MASK))
         race_release(w, key, release, keep);
     Cluster *c = w->cta->cluster;
+    if (release) /* ptxas puts a fence before it */
+        queued_done(w);
     Place *p = find(c, key, release || w->fenced);
     if (!p)
         return;
@@ -97,6 +99,7 @@ void sync_write(Warp *w, uint64_t key, int release, int keep)
 void memory_fence(Warp *w)
 {
     race_fence(w);
+    queued_done(w);
     if (w->observed) {
         clock_acquire(w, w->observed);
         memset(w->observed, 0, w->cta->cluster->n_clock * sizeof *w->observed);

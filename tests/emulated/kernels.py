@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -61,7 +61,7 @@ def _load(path: Path, name: str) -> ModuleType:
 
 @dataclass
 class Case:
-    """A compiled kernel, its arguments, and what the outputs among them should be."""
+    """A compiled kernel, its arguments, what the outputs among them should be, and options of the emulator that it needs."""
 
     name: str
     compiled: Any
@@ -71,6 +71,7 @@ class Case:
     chunks: int = 1
     tensors: Sequence[torch.Tensor] = ()
     """What pointers among the arguments point to."""
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ptx(self) -> str:
@@ -79,7 +80,7 @@ class Case:
     def run(self, **options: Any) -> ptxemu.Launched:
         """One launch into outputs that are filled with NaN before."""
         self.clear()
-        (launched,) = ptxemu.run(self.compiled, *self.args, tensors=self.tensors, **options)
+        (launched,) = ptxemu.run(self.compiled, *self.args, tensors=self.tensors, **{**self.options, **options})
         return launched
 
     def clear(self) -> None:
@@ -103,6 +104,8 @@ HOPPER_SCANS: dict[str, dict[str, int]] = {
     "cluster": dict(nwg=1, cluster=2),
 }
 """Variants: one consumer warpgroup, two, and clusters of two CTAs that multicast what both need."""
+HOPPER_OPTIONS = {"queued_reads": False}
+"""Its warps release a stage of u right after they asked for it."""
 
 
 @cache
@@ -158,6 +161,7 @@ def hopper_scan(variant: str, tokens: int, heads: int = 1) -> Case:
         {"o": o, "ht": ht},
         {"o": _by_token(torch.stack(out)), "ht": state},
         n,
+        HOPPER_OPTIONS,
     )
 
 

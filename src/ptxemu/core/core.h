@@ -150,7 +150,7 @@ typedef struct {
     uint8_t *state;      /* per byte: ST_* */
     uint32_t *writer;    /* per byte: epoch (EPOCH) of the last write; 0: none */
     uint32_t *reader;    /* per 4-byte word and clock component but copies': a warp's clock at its last read, a warpgroup's last wgmma */
-    uint32_t *queued;    /* per 4-byte word and warp of the cluster: see queued.c; NULL: none is noted */
+    uint32_t *queued;    /* see queued.c; NULL: none is noted */
     uint16_t *locks;     /* per 16 bytes: asynchronous reads in flight */
     uint8_t *strong;     /* per byte: the last write was a strong one; NULL: none was */
     struct Touched *lane_writer, *lane_reader; /* per byte, per word: see lanes.c; NULL: not looked for */

@@ -45,6 +45,12 @@ void queued_free(Warp *w)
     free(w->queued);
 }
 
+/* Shared.queued: whether there is something in each block of words; then, for each word and warp of the cluster, 1 + the place of the warp's last
+ * such read in its log. Most of it is never touched. */
+enum { BLOCK = 256 };
+
+static uint32_t *late_of(const Shared *s, uint32_t warps, uint32_t word) { return s->queued + s->size / 4 / BLOCK + 1 + (size_t)word * warps; }
+
 static Pending *find(struct Queued *q, uint32_t serial)
 {
     for (uint32_t i = 0; i < q->n; i++)
@@ -126,7 +132,10 @@ void queued_load(Warp *w, const Ins *ins, uint32_t m, const uint64_t *addr, uint
         q->pending = realloc(q->pending, q->room * sizeof *q->pending);
     }
     Pending *p = &q->pending[q->n];
-    *p = (Pending){.serial = ++q->serial, .line = ins->line};
+    p->serial = ++q->serial;
+    p->line = ins->line;
+    p->holders = p->late = 0;
+    p->n_runs = 0;
     FOR_LANES(i, m) {
         Cta *c;
         if (addr[i] >> 32 && (addr[i] & WINDOW_MASK) != WINDOW_SHARED)
@@ -135,8 +144,9 @@ void queued_load(Warp *w, const Ins *ins, uint32_t m, const uint64_t *addr, uint
             continue;
         const uint32_t off = shared_offset(w, (uint32_t)addr[i], bytes, 1, &c);
         const int last = p->n_runs - 1;
-        if (last >= 0 && p->run[last].cta == c && p->run[last].off + p->run[last].bytes == off) {
-            p->run[last].bytes += bytes;
+        if (last >= 0 && p->run[last].cta == c && off - p->run[last].off <= p->run[last].bytes) { /* next to it, or what it has */
+            if (off + bytes > p->run[last].off + p->run[last].bytes)
+                p->run[last].bytes = off + bytes - p->run[last].off;
             continue;
         }
         p->run[p->n_runs].cta = c;
@@ -164,9 +174,11 @@ static void note_late(Warp *w, Pending *p)
     for (int r = 0; r < p->n_runs; r++) {
         Shared *s = &p->run[r].cta->shared;
         if (!s->queued)
-            s->queued = emu_alloc((s->size + 3u) / 4 * warps * sizeof *s->queued);
-        for (uint32_t word = p->run[r].off / 4; word <= (p->run[r].off + p->run[r].bytes - 1) / 4; word++)
-            s->queued[(size_t)word * warps + w->gid] = p->late;
+            s->queued = emu_alloc((s->size / 4 / BLOCK + 1 + (s->size + 3u) / 4 * warps) * sizeof *s->queued);
+        for (uint32_t word = p->run[r].off / 4; word <= (p->run[r].off + p->run[r].bytes - 1) / 4; word++) {
+            s->queued[word / BLOCK] = 1;
+            late_of(s, warps, word)[w->gid] = p->late;
+        }
     }
 }
 
@@ -200,8 +212,13 @@ void queued_check(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *wha
     if (!c->shared.queued)
         return;
     const uint32_t warps = c->cluster->n_warps;
-    for (uint32_t word = off / 4; word <= (off + bytes - 1) / 4; word++) {
-        uint32_t *late = c->shared.queued + (size_t)word * warps;
+    const uint32_t first = off / 4, last = (off + bytes - 1) / 4;
+    for (uint32_t word = first; word <= last; word++) {
+        if (!c->shared.queued[word / BLOCK]) {
+            word |= BLOCK - 1;
+            continue;
+        }
+        uint32_t *late = late_of(&c->shared, warps, word);
         for (uint32_t i = 0; i < warps; i++) {
             if (!late[i])
                 continue;
@@ -213,5 +230,7 @@ void queued_check(Warp *w, Cta *c, uint32_t off, uint32_t bytes, const char *wha
                       word * 4, w->id, by->id, by->cta->rank, l->read, l->release);
             late[i] = 0; /* what overwrites the copy is ordered after the copy */
         }
+        if (word % BLOCK == BLOCK - 1 && word - first >= BLOCK - 1)
+            c->shared.queued[word / BLOCK] = 0;
     }
 }

@@ -161,7 +161,7 @@ def hopper_scan(variant: str, tokens: int, heads: int = 1) -> Case:
         {"o": o, "ht": ht},
         {"o": _by_token(torch.stack(out)), "ht": state},
         n,
-        HOPPER_OPTIONS,
+        options=HOPPER_OPTIONS,
     )
 
 

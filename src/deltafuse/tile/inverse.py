@@ -3,7 +3,7 @@
     (I + L)^-1 of 8x8 diagonal blocks          forward substitution, one warp two blocks
     [A 0; L B]^-1 = [A' 0; -B' L A' B']         three times: from 8 to 16, to 32, to 64 rows (A', B' the inverses of A, B)
 
-The second step's products take the tensor cores with operands split in two tf32 numbers (`mma_3xtf32`), so that they are as good as fp32's
+The second step's products take the tensor cores with operands split in two tf32 numbers (`sum_3xtf32`), so that they are as good as fp32's
 where elements of the inverse are large (|beta| up to 2, keys without norm).
 
 Both matrices are fp32, at distances in which A and C fragments (two columns of a row are one vector) and B fragments touch every bank once:
@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .mma import mma_3xtf32, split_tf32
+from .mma import split_tf32, sum_3xtf32
 from .ptx import fma, load_shared, select, store_shared
 
 STRIDE = 72
@@ -67,8 +67,8 @@ def combine_8(sL, sM, lane):
     zero = split_tf32(Float32(0.0))
     upper = [split_tf32(x) for x in load_shared(sM + at(r, 2 * t), at(8, 8), 2)]
     b = at(2 * t, r)
-    z = mma_3xtf32((upper[0], zero, upper[1], zero), _load_b(sL + b, 8, 0), _zeros())
-    y = mma_3xtf32((split_tf32(z[0]), zero, split_tf32(z[1]), zero), _load_b(sM + b, 0, 0), _zeros())
+    z = sum_3xtf32(((upper[0], zero, upper[1], zero), _load_b(sL + b, 8, 0)))
+    y = sum_3xtf32(((split_tf32(z[0]), zero, split_tf32(z[1]), zero), _load_b(sM + b, 0, 0)))
     store_shared(sM + at(r, 2 * t), at(8, 0), [-y[0], -y[1]])
 
 
@@ -103,16 +103,10 @@ def combine_16(sL, sM, warp, lane):
     corner = at(32 * pair, 32 * pair)
     a = sM + corner + at(r, 2 * t)
     b = corner + at(2 * t, r)
-    z = [_zeros(), _zeros()]
-    for step in range(2):
-        m = _load_a(a, 16, 16 + 8 * step)
-        for n in range(2):
-            z[n] = mma_3xtf32(m, _load_b(sL + b, 16 + 8 * step, 8 * n), z[n])
-    y = _zeros()
-    to = a + 8 * part * 4
-    for step in range(2):
-        y = mma_3xtf32(_as_a(z[step]), _load_b(sM + b + 8 * part * 4, 8 * step, 0), y)
-    _store_minus(to + at(16, 0), 0, y)
+    m = [_load_a(a, 16, 16 + 8 * step) for step in range(2)]
+    z = [sum_3xtf32(*[(m[s], _load_b(sL + b, 16 + 8 * s, 8 * n)) for s in range(2)]) for n in range(2)]
+    y = sum_3xtf32(*[(_as_a(z[s]), _load_b(sM + b + 8 * part * 4, 8 * s, 0)) for s in range(2)])
+    _store_minus(a + 8 * part * 4 + at(16, 0), 0, y)
 
 
 @cute.jit
@@ -153,10 +147,9 @@ def multiply_right(sM, warp, lane):
 @cute.jit
 def multiply(acc, a, b, first: cutlass.Constexpr):
     """acc += A[16 rows, 16 columns] B[these 16 rows, 8 columns]; steps of 8 of them, `first` and the next."""
-    for step in cutlass.range_constexpr(first, first + 2):
-        x = mma_3xtf32(_load_a(a, 0, 8 * step), _load_b(b, 8 * step, 0), [acc[i] for i in range(4)])
-        for i in cutlass.range_constexpr(4):
-            acc[i] = x[i]
+    x = sum_3xtf32(*[(_load_a(a, 0, 8 * s), _load_b(b, 8 * s, 0)) for s in range(first, first + 2)])
+    for i in cutlass.range_constexpr(4):
+        acc[i] = acc[i] + x[i]
 
 
 @cute.jit

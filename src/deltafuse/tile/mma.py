@@ -47,8 +47,11 @@ def split_tf32(x):
     return hi, lo
 
 
-def mma_3xtf32(a, b, c):
-    """m16n8k8 of fp32 numbers to about 2^-21: a = hi + lo, b = hi + lo, a b = lo hi + hi lo + hi hi. Operands are lists of `split_tf32`."""
-    c = mma_tf32([lo for _, lo in a], [hi for hi, _ in b], c)
-    c = mma_tf32([hi for hi, _ in a], [lo for _, lo in b], c)
-    return mma_tf32([hi for hi, _ in a], [hi for hi, _ in b], c)
+def sum_3xtf32(*pairs):
+    """m16n8k8 of fp32 numbers to about 2^-21, the sum over pairs of operands (lists of `split_tf32`): a b = lo hi + hi lo + hi hi, of which
+    each has a sum of its own, so that products need not wait for each other."""
+    parts = [[Float32(0.0)] * 4 for _ in range(3)]
+    for a, b in pairs:
+        for i, (x, y) in enumerate(((1, 0), (0, 1), (0, 0))):
+            parts[i] = mma_tf32([e[x] for e in a], [e[y] for e in b], parts[i])
+    return [x + y + z for x, y, z in zip(*parts, strict=True)]

@@ -9,7 +9,7 @@ G is the inclusive cumulative sum of the gate's base-2 logarithms within the chu
 With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too; with `bound` what `kda_prepare_bound` says.
 
 One CTA of 8 warps makes one chunk of one value head. A warp owns the 16 rows of block b, 16b .. 16b + 15, in one half of the K columns;
-for the products of rows it owns q's of a block in all columns (half 0, which makes Aqk) or k's (half 1, which makes L). Warp-level
+of scores, which both warps of a block make in their columns, it goes on with q's of the block (half 0: Aqk) or k's (half 1: L). Warp-level
 instructions only.
 
 Exponents. H is the cumulative sum within a block and t_b its last row, so that G = H + (t of the blocks before). No exponential
@@ -31,18 +31,17 @@ the other way, a thread has 2 (K = 64: 1) columns of its warp's 16 rows, and cro
 
 Timeline (| is a barrier of the CTA, : one of the two warps of a block, / one of the warp)
     raw g on its way to shared memory, q, k, beta into registers / H; |x|^2 as the diagonal of x x^T, of half the columns |
-    2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns; rows to shared memory |
-    rows of all columns : own and other blocks' scores / Aqk out; inverse of the own block |
+    2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns |
+    a block's L and inverse, of own columns alone, by the warps of blocks 0 and 1; scores with the columns of blocks before, of half the
+    columns : added up / Aqk out |
     M from 16 to 32 rows | to 64 rows: one product | the other | M' out
 
-Shared memory, bytes (K = 128: 72,960)
-    matrices   34,816  of a warp: H + 60 [16][K / 2 + 4] fp32, in place of which come its rows of q and k as fragments; 4,352 bytes apart,
-                       at half, b. After that L and M [64][68] fp32: the rows of L take the place of the block's half 0, those of M of
-                       half 1
-    t           2,048  [4][K] fp32
-    norms       1,024  [64][q, k][half] fp32
-    tables     10,240  of a warp: powers [5][K / 2] fp32, then the own block's sums for the other half [2][32 lanes][16 bytes]; then, of two
-                       warps, a block's 16 rows of Aqk [16][72] io
+Shared memory, bytes (K = 128: 96,512)
+    matrices   36,864  of a warp: H + 60 [16][K / 2 + 4] fp32, at half, b. After that L and M (`inverse`)
+    sums       24,576  t [4][K] fp32 and norms [64][q, k][half] fp32; in place of these, sums of scores that a block's warps exchange:
+                       [half][6 pairs of blocks][2][32 lanes][16 bytes]. Then the own blocks' sums, [2][32 lanes][16 bytes] each: of k
+                       [half][block], of q those of half 1
+    tables     10,240  of a warp: powers [5][K / 2] fp32; then, of two warps, a block's 16 rows of Aqk [16][72] io
     columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
                        [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
     beta          256  fp32
@@ -132,8 +131,9 @@ class KdaPrepare(ExactRows, ChunkBound):
         self.at_m = inverse.BYTES
         self.at_t = 2 * inverse.BYTES
         self.at_norms = self.at_t + 4 * self.K * 4
-        # Sums that a block's warps exchange are 6 KiB.
-        self.at_tables = self.at_t + max(4 * self.K * 4 + CHUNK * 16, 6 * 1024)
+        # Sums that a block's warps exchange, where t and the norms were; those of the blocks' own columns.
+        self.at_sums = self.at_t + 12 * 1024
+        self.at_tables = self.at_sums + 12 * 1024
         self.table = max(5 * self.width * 4, 8 * AQK_ROW)
         self.at_columns = self.at_tables + 8 * self.table
         self.pair_bytes = self.K // 32 * 1024
@@ -308,19 +308,17 @@ class KdaPrepare(ExactRows, ChunkBound):
             )  # fmt: skip
             self.take_exact(rQ, scratch, first_bad, lane)
             self.take_exact(rK, scratch + 1024, first_bad, lane)
-        cute.arch.sync_warp()
-        self.share_sums(rQ, rK, table, half, lane)
+        role = (sAll, half, block, lane)
+        self.share_sums(rQ, rK, role)
         cute.arch.sync_threads()
 
-        role = (sAll, half, block, lane)
-        own = self.load_sums(rQ, rK, table + self.table - 2 * half * self.table, half, lane)
-        beta = [load_shared(sAll + self.at_beta + mine * 4, 32 * h, 1)[0] for h in range(2)]
-        self.other_blocks(rows_q, rows_k, own, beta, role)
+        if block < 2:
+            # A block's inverse needs nothing of other blocks, and these warps have the fewest of them before their own.
+            self.invert_own(2 * (1 - block) + half, sAll, lane)
+        self.finish_scores(rows_q, rows_k, rQ, mine, role)
         cute.arch.sync_warp()
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
-        else:
-            inverse.invert_block(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
         inverse.invert_rest(sAll, sAll + self.at_m, warp, lane)
         self.write_inverse(image, sAll, rows, warp, lane)
@@ -623,22 +621,35 @@ class KdaPrepare(ExactRows, ChunkBound):
                 r[i, n] = sums[n][i]
         return r
 
-    def share_sums(self, rQ, rK, to, half, lane):
-        """The own block's sums that the block's other warp goes on with."""
+    def share_sums(self, rQ, rK, role):
+        """The own block's sums of the warp's columns: k's for the warp that inverts the block, q's of half 1 for half 0."""
+        to = self.sums(role)
         for n in range(2):
-            store_shared(to + lane * 16, 512 * n, [select(half, rQ[i, n], rK[i, n]) for i in range(4)])
+            store_shared(to, 512 * n, [rK[i, n] for i in range(4)])
+            store_shared_if(to, 4096 + 512 * n, [rQ[i, n] for i in range(4)], role[1])
 
-    def load_sums(self, rQ, rK, address, half, lane):
-        """The own block's sums over all columns, of Aqk or L."""
-        r = cute.make_rmem_tensor((4, 2), Float32)
-        for n in range(2):
-            for i, x in enumerate(load_shared(address + lane * 16, 512 * n, 4)):
-                r[i, n] = select(half, rK[i, n], rQ[i, n]) + x
-        return r
+    def sums(self, role):
+        """Where a warp leaves its own block's sums."""
+        sAll, half, block, lane = role
+        return sAll + self.at_sums + (4 * half + block) * 1024 + lane * 16
+
+    def invert_own(self, block, sAll, lane):
+        """L of a block's own columns, and its inverse, to shared memory."""
+        at = self.sums((sAll, 0, block, lane))
+        x = [load_shared(at, 4096 * half + 512 * n, 4) for half in range(2) for n in range(2)]
+        sums = self.registers([[a + b for a, b in zip(x[n], x[2 + n], strict=True)] for n in range(2)])
+        beta = self.load_beta_of(sAll, 16 * block + lane // 4)
+        self.store_l(self.up_to_diagonal(self.pairs(sums), lane, 1), beta, sAll + self.l_at(block, block, lane))
+        cute.arch.sync_warp()
+        inverse.invert_block(sAll, sAll + self.at_m, block, lane)
+
+    def load_beta_of(self, sAll, row):
+        """beta of rows `row` and `row` + 8."""
+        return [load_shared(sAll + self.at_beta + row * 4, 32 * h, 1)[0] for h in range(2)]
 
     @cute.jit
-    def other_blocks(self, rows_q, rows_k, own, beta, role):
-        """Scores of the block's rows: `own` with its own columns, and those with the columns of the blocks before it.
+    def finish_scores(self, rows_q, rows_k, rQ, mine, role):
+        """Aqk of the block's rows (half 0), L of them with the columns of the blocks before it (half 1).
 
         A warp multiplies both q's and k's rows in its half of the columns, and gives the other warp what that one goes on with.
         """
@@ -651,14 +662,18 @@ class KdaPrepare(ExactRows, ChunkBound):
                 for n in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(4):
                         kept[i, n, b] = select(half, sums[1][n][i], sums[0][n][i])
-                    store_shared(
-                        to,
-                        1024 * b + 512 * n,
-                        [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)],
-                    )
-        # The own block's sums, too, lie where Aqk goes.
-        barrier_of(block, 64)
-        self.write_scores(own, beta, role, block, True)
+                    given = [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)]
+                    store_shared(to, 1024 * b + 512 * n, given)
+        if half == 0:
+            own = self.sums((sAll, 1, block, lane))
+            sums = [
+                [x + rQ[i, n] for i, x in enumerate(load_shared(own, 4096 + 512 * n, 4))] for n in range(2)
+            ]
+            pairs = self.up_to_diagonal(self.pairs(self.registers(sums)), lane, 0)
+            self.store_aqk(pairs, self.aqk_at(block, block, role))
+        beta = self.load_beta_of(sAll, mine)
+        # Block 0 has none before it.
+        barrier_of(block - 1, 3, 64)
         for b in cutlass.range_constexpr(3):
             if b < block:
                 sums = cute.make_rmem_tensor((4, 2), Float32)
@@ -666,12 +681,14 @@ class KdaPrepare(ExactRows, ChunkBound):
                     x = load_shared(at, 1024 * b + 512 * n, 4)
                     for i in cutlass.range_constexpr(4):
                         sums[i, n] = kept[i, n, b] + x[i]
-                self.write_scores(sums, beta, role, b, False)
+                if half == 0:
+                    self.store_aqk(self.pairs(sums), self.aqk_at(block, b, role))
+                else:
+                    self.store_l(self.pairs(sums), beta, sAll + self.l_at(block, b, lane))
 
     def exchange(self, sAll, half, block, lane):
-        """Where a warp leaves sums for the other one of its block: k's where M will be, q's where t was and behind it."""
-        k, q = self.at_m + block * self.region, self.at_t + (block * (block - 1) >> 1) * 1024
-        return sAll + k + half * (q - k) + lane * 16
+        """Where a warp leaves sums for the other one of its block, 1 KiB for every block before it: where t was and behind it."""
+        return sAll + self.at_t + half * (6 * 1024) + (block * (block - 1) >> 1) * 1024 + lane * 16
 
     def scores_of_half(self, rows_q, rows_k, sAll, half, block, b, lane):
         """Sums over the warp's columns for q's and k's rows with the columns of block b before them."""
@@ -686,24 +703,25 @@ class KdaPrepare(ExactRows, ChunkBound):
                     sums[i][n] = self.product([[rows[x, h, m] for x in range(4)] for h in range(2)], column, sums[i][n])
         return sums
 
-    @cute.jit
-    def write_scores(self, sums, beta, role, b, diagonal: cutlass.Constexpr):
-        """A 16x16 block of Aqk in the io type or of L = diag(beta) K K^T in fp32 to shared memory; above the diagonal zeros."""
-        sAll, half, block, lane = role
-        r, t = lane // 4, lane % 4
-        x = [[sums[2 * h, n], sums[2 * h + 1, n]] for n in range(2) for h in range(2)]
-        if const_expr(diagonal):
-            # Of L the diagonal itself is none: a column further on.
-            i, j = r, 2 * t + half
-            x = [
-                [select(Int32(i + 8 * h >= j + 8 * n + c), x[2 * n + h][c], 0.0) for c in range(2)]
-                for n in range(2)
-                for h in range(2)
-            ]
-        if half == 0:
-            self.store_aqk(x, self.aqk_row(sAll, block, r) + (16 * b + 2 * t) * 2)
-        else:
-            self.store_l(x, beta, sAll + inverse.at(16 * block + r, 16 * b + 2 * t))
+    def pairs(self, sums):
+        """Of accumulators [4][n]: two columns of row r, then of row r + 8, for each n."""
+        return [[sums[2 * h, n], sums[2 * h + 1, n]] for n in range(2) for h in range(2)]
+
+    def up_to_diagonal(self, pairs, lane, behind):
+        """A block's own scores; zeros above the diagonal, and on it if `behind` is 1."""
+        i, j = lane // 4, lane % 4 * 2 + behind
+        return [
+            [select(i + 8 * (p % 2) >= j + 8 * (p // 2) + c, y, 0.0) for c, y in enumerate(x)]
+            for p, x in enumerate(pairs)
+        ]
+
+    def l_at(self, block, b, lane):
+        """Of the lane's first numbers in a block of L."""
+        return inverse.at(16 * block + lane // 4, 16 * b + lane % 4 * 2)
+
+    def aqk_at(self, block, b, role):
+        """The same of Aqk, which lies in place of tables."""
+        return self.aqk_row(role[0], block, role[3] // 4) + (16 * b + role[3] % 4 * 2) * 2
 
     def store_aqk(self, pairs, to):
         for i, x in enumerate(pairs):

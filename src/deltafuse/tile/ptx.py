@@ -72,6 +72,12 @@ def load_shared_half(address, offset):
     return asm(text, [Uint32], [Int32(address)])
 
 
+def store_shared_half(address, offset, word):
+    """The low 16 bits of a word."""
+    text = f"{{\n.reg .b16 h;\ncvt.u16.u32 h, $1;\nst.shared.b16 [$0+{offset}], h;\n}}"
+    asm(text, [], [Int32(address), word])
+
+
 def load_shared_if(address, offset, n, valid, dtype=Float32):
     """As `load_shared` for n = 2, 4; zeros, without an access, where `valid` is 0."""
     zero = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
@@ -189,6 +195,12 @@ def unpack(dtype, word):
         )
         for half in "lh"
     )
+
+
+def multiply_packed(dtype, a, b):
+    """Products of the two numbers of words, in their own type."""
+    name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
+    return asm(f"mul.rn.{name} $0, $1, $2;", [Uint32], [a, b], volatile=False)
 
 
 def opaque(x):

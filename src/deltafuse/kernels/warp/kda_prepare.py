@@ -17,7 +17,8 @@ is taken of a difference of rows:
 
     rows     x_i 2^(H_i + 60)                                  for its own block and all before it
     columns  k_j 2^(-H_j - 60)                                 for its own block (rows and columns are in range while -120 <= H <= 30)
-             k_j 2^(t_b' - H_j) 2^(t strictly between b', b)   for each later block b; carries 2^-60 where the rows' 2^60 is to be undone
+             k_j 2^(t_b' - H_j)                                for later blocks b; carries 2^-60 where the rows' 2^60 is to be undone
+    rows     times 2^t of the blocks strictly between b', b    in the io type, block by block on the way from b - 1 to 0
 
 2^(t_b' - H_j) is 2^(-H_j - 60) 2^(t_b' + 60), unless a row of the block does not fit (below): then it is an exponential of its own.
 
@@ -36,14 +37,15 @@ Timeline (| is a barrier of the CTA, : one of the two warps of a block, / one of
     columns : added up / Aqk out |
     M from 16 to 32 rows | to 64 rows: one product | the other | M' out
 
-Shared memory, bytes (K = 128: 96,512)
+Shared memory, bytes (K = 128: 83,712)
     matrices   36,864  of a warp: H + 60 [16][K / 2 + 4] fp32, at half, b. After that L and M (`inverse`)
     sums       24,576  t [4][K] fp32 and norms [64][q, k][half] fp32; in place of these, sums of scores that a block's warps exchange:
                        [half][6 pairs of blocks][2][32 lanes][16 bytes]. Then the own blocks' sums, [2][32 lanes][16 bytes] each: of k
-                       [half][block], of q those of half 1
-    tables     10,240  of a warp: powers [5][K / 2] fp32; then, of two warps, a block's 16 rows of Aqk [16][72] io
-    columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
-                       [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
+                       [half][block], of q those of half 1. Raw g where its type has 16 bits [8 warps][16][K / 2] lies before there, in
+                       what follows t and norms and in the tables (of fp32 it lies where H will be)
+    tables      9,216  of a warp: powers [3][K / 2] fp32; then, of two warps, a block's 16 rows of Aqk [16][72] io
+    columns    12,288  [3 blocks b'][K / 32][2][32 lanes][16 bytes], in fragment order   (6,144 with K = 64)
+    decays        512  2^t of blocks 1 and 2 [2][K] io
     beta          256  fp32
     least         512  [half][64] fp32, with `bound`
 Two CTAs an SM: 128 registers a thread.
@@ -82,12 +84,14 @@ from ...tile.ptx import (
     load_shared_if,
     mad_long,
     mad_wide,
+    multiply_packed,
     pack,
     reciprocal,
     rsqrt,
     select,
     store_global,
     store_shared,
+    store_shared_half,
     store_shared_if,
     to_tf32,
     unpack,
@@ -134,12 +138,12 @@ class KdaPrepare(ExactRows, ChunkBound):
         # Sums that a block's warps exchange, where t and the norms were; those of the blocks' own columns.
         self.at_sums = self.at_t + 12 * 1024
         self.at_tables = self.at_sums + 12 * 1024
-        self.table = max(5 * self.width * 4, 8 * AQK_ROW)
+        self.table = max(3 * self.width * 4, 8 * AQK_ROW)
         self.at_columns = self.at_tables + 8 * self.table
-        self.pair_bytes = self.K // 32 * 1024
-        self.at_beta = self.at_columns + 6 * self.pair_bytes
-        self.at_least = self.at_beta + CHUNK * 4
-        self.shared_bytes = self.at_least + config.bound * 2 * CHUNK * 4
+        self.block_bytes = self.K // 32 * 1024
+        self.at_decays = self.at_columns + 3 * self.block_bytes
+        self.at_beta = self.at_decays + 2 * self.K * 2
+        self.shared_bytes = self.at_beta + CHUNK * 4
 
     @cute.jit
     def __call__(
@@ -229,7 +233,7 @@ class KdaPrepare(ExactRows, ChunkBound):
         last = cutlass.max(rows, 1) - 1
         place = (batch, cutlass.min(first, mQ.shape[1] - 1))
         sH = sAll + (4 * half + block) * self.region
-        sRaw = sH if const_expr(self.raw_bits == 32) else sAll + self.at_columns + warp * (16 * self.raw_row)
+        sRaw = sH if const_expr(self.raw_bits == 32) else sAll + self.at_sums + warp * (16 * self.raw_row)
         self.copy_gate(mG, place, last, head, sRaw, half, block, lane)
         k = self.load_rows(self.row_addresses(mK, place, last, key_head, half, block, lane))
         q = self.load_rows(self.row_addresses(mQ, place, last, key_head, half, block, lane))
@@ -274,7 +278,7 @@ class KdaPrepare(ExactRows, ChunkBound):
                 self.write_bound(sAll, gates[0].outer, mBound.iterator.toint() + unit * 4, lane)
 
         table = sAll + self.at_tables + (2 * block + half) * self.table
-        self.powers(sT, table, half, block, lane, mDecay.iterator.toint() + unit * (self.K * 4))
+        self.powers(sT, table, sAll, half, block, lane, mDecay.iterator.toint() + unit * (self.K * 4))
         factor_q, factor_k = [scale] * 2, [Float32(1.0)] * 2
         if const_expr(self.config.l2norm):
             factor_q, factor_k = self.row_factors(sAll + self.at_norms + mine * 16, scale)
@@ -470,24 +474,28 @@ class KdaPrepare(ExactRows, ChunkBound):
 
     # ---- factors -------------------------------------------------------------------------------------------------------------------
     @cute.jit
-    def powers(self, sT, table, half, block, lane, decay):
+    def powers(self, sT, table, sAll, half, block, lane, decay):
         """2^(sums of t) in the warp's columns to its table, and, from the warps of block 0, 2^(G_C) to global memory. Rows of the table:
 
         0   2^(t before b) without the rows' 2^60       1   2^t_b, what makes columns for later blocks of the own block's ones
-        2   2^(t after b), with 2^60 where columns lack it    3, 4   2^(t between) for the columns of blocks b + 2, b + 3
+        2   2^(t after b), with 2^60 where columns lack it
+
+        2^t_b itself, for blocks 1 and 2, goes elsewhere in the io type.
         """
         n = const_expr(self.gate_columns)
         sT, table = sT + lane * (4 * n), table + lane * (4 * n)
+        column = half * self.width + n * lane
+        decays = sAll + self.at_decays + column * 2
         if block == 0:
-            self.powers_of(sT, table, 0, decay + Int64(half * self.width + n * lane) * 4)
+            self.powers_of(sT, table, 0, decay + Int64(column) * 4, None)
         elif block == 1:
-            self.powers_of(sT, table, 1, None)
+            self.powers_of(sT, table, 1, None, decays)
         elif block == 2:
-            self.powers_of(sT, table, 2, None)
+            self.powers_of(sT, table, 2, None, decays + self.K * 2)
         else:
-            self.powers_of(sT, table, 3, None)
+            self.powers_of(sT, table, 3, None, None)
 
-    def powers_of(self, sT, table, block, decay):
+    def powers_of(self, sT, table, block, decay, decays):
         n = self.gate_columns
         t = [load_shared(sT, b * self.K * 4, n) for b in range(4)]
 
@@ -499,11 +507,17 @@ class KdaPrepare(ExactRows, ChunkBound):
 
         rows = [total(range(block), -SHIFT), total((block,), SHIFT - self.column_shift)]
         rows.append(total(range(block + 1, 4), self.column_shift))
-        rows += [total(range(block + 1, block + 1 + i), 0) for i in ((1, 2) if block < 2 else ())]
         for i, x in enumerate(rows):
             store_shared(table, i * self.width * 4, x)
         if decay is not None:
             store_global(decay, 0, total(range(4), 0))
+        if decays is not None:
+            own = total((block,), 0)
+            word = pack(self.dtype, own[0], own[-1])
+            if n == 2:
+                store_shared(decays, 0, [word])
+            else:
+                store_shared_half(decays, 0, word)
 
     def places(self, out, half, row, lane):
         """Addresses of the lane's vectors of row `row` in kd, for each step of 32 columns."""
@@ -600,18 +614,14 @@ class KdaPrepare(ExactRows, ChunkBound):
 
     @cute.jit
     def share_late(self, late, table, sAll, out, m, half, block, lane):
-        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none."""
+        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for later blocks, of which block 3 has none."""
         after = self.vector(table + 8 * self.width)
-        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + block * self.pair_bytes + lane * 16
+        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + block * self.block_bytes + lane * 16
         for h in cutlass.range_constexpr(2):
             self.write(out, 2, h, [a * b for a, b in zip(late[h], after, strict=True)])
-            store_shared_if(to, 512 * h, self.packed(late[h]), Int32(block < 3))
-        if block < 2:
-            for i in cutlass.range_constexpr(2):
-                powers = self.vector(table + (12 + 4 * i) * self.width)
-                for h in cutlass.range_constexpr(2):
-                    values = self.packed([a * p for a, p in zip(late[h], powers, strict=True)])
-                    store_shared_if(to, self.pair_bytes * (3, 5)[i] + 512 * h, values, Int32(block + i < 2))
+        if block < 3:
+            for h in cutlass.range_constexpr(2):
+                store_shared(to, 512 * h, self.packed(late[h]))
 
     # ---- scores --------------------------------------------------------------------------------------------------------------------
     def registers(self, sums):
@@ -656,9 +666,11 @@ class KdaPrepare(ExactRows, ChunkBound):
         sAll, half, block, lane = role
         kept = cute.make_rmem_tensor((4, 2, 3), Float32)
         to, at = self.exchange(sAll, half, block, lane), self.exchange(sAll, 1 - half, block, lane)
-        for b in cutlass.range_constexpr(3):
+        for b in cutlass.range_constexpr(2, -1, -1):
+            if b < block - 1:
+                self.decay_rows(rows_q, rows_k, sAll, half, b, lane)
             if b < block:
-                sums = self.scores_of_half(rows_q, rows_k, sAll, half, block, b, lane)
+                sums = self.scores_of_half(rows_q, rows_k, sAll, half, b, lane)
                 for n in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(4):
                         kept[i, n, b] = select(half, sums[1][n][i], sums[0][n][i])
@@ -690,11 +702,19 @@ class KdaPrepare(ExactRows, ChunkBound):
         """Where a warp leaves sums for the other one of its block, 1 KiB for every block before it: where t was and behind it."""
         return sAll + self.at_t + half * (6 * 1024) + (block * (block - 1) >> 1) * 1024 + lane * 16
 
-    def scores_of_half(self, rows_q, rows_k, sAll, half, block, b, lane):
+    @cute.jit
+    def decay_rows(self, rows_q, rows_k, sAll, half, b, lane):
+        """Rows that meet the columns of block b meet those of block b + 1 before: by 2^t of the latter, in the io type."""
+        at = sAll + self.at_decays + b * (self.K * 2) + half * (self.width * 2) + lane % 4 * 16
+        for m in cutlass.range_constexpr(self.steps):
+            for i, x in enumerate(load_shared(at, 64 * m, 4, Uint32)):
+                for h in cutlass.range_constexpr(2):
+                    for rows in (rows_q, rows_k):
+                        rows[i, h, m] = multiply_packed(self.dtype, rows[i, h, m], x)
+
+    def scores_of_half(self, rows_q, rows_k, sAll, half, b, lane):
         """Sums over the warp's columns for q's and k's rows with the columns of block b before them."""
-        distance = block - b
-        pair = ((distance - 1) * (8 - distance) >> 1) + b
-        sColumns = sAll + self.at_columns + pair * self.pair_bytes + half * (self.steps * 1024) + lane * 16
+        sColumns = sAll + self.at_columns + b * self.block_bytes + half * (self.steps * 1024) + lane * 16
         sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
         for m in range(self.steps):
             for n in range(2):

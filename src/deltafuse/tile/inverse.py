@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .mma import split_tf32, sum_3xtf32
-from .ptx import fma, load_shared, select, store_shared
+from .ptx import barrier_of, fma, load_shared, select, store_shared
 
 STRIDE = 72
 BYTES = 64 * STRIDE * 4
@@ -153,14 +153,24 @@ def multiply(acc, a, b, first: cutlass.Constexpr):
 
 
 @cute.jit
-def invert_rest(sL, sM, warp, lane):
+def invert_rest(sL, sM, warp, lane, barrier: cutlass.Constexpr):
     """All of M below the diagonal blocks, which `invert_block` has made. 8 warps together, L and these blocks complete in shared memory
-    after the first barrier here, M after the last; blocks of M above its diagonal hold other numbers."""
+    after the first barrier here; blocks of M above its diagonal hold other numbers.
+
+    After the last one a warp knows 16 rows of M in the upper half and those in the lower one that its group (warps 0 to 3 or 4 to 7) has
+    made: see `rows_known`. The groups meet at barriers of their own, which take the numbers from `barrier` on.
+    """
     cute.arch.sync_threads()
     if warp < 4:
         combine_16(sL, sM, warp, lane)
     cute.arch.sync_threads()
     multiply_left(sL, sM, warp, lane)
-    cute.arch.sync_threads()
+    barrier_of(warp // 4, 2, 128, barrier)
     multiply_right(sM, warp, lane)
-    cute.arch.sync_threads()
+    barrier_of(warp // 4, 2, 128, barrier)
+
+
+def rows_known(warp):
+    """The first of 8 rows of M that this warp may read after `invert_rest`, a different one for every warp."""
+    group, member = warp // 4, warp % 4
+    return 16 * group + 8 * (member % 2) + 32 * (member // 2)

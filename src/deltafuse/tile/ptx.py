@@ -110,11 +110,11 @@ def store_global(address, offset, values):
     asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
 
 
-def barrier_of(group, groups, threads):
-    """A barrier of the `threads` threads of one of the groups 0 .. groups - 1, and none of others'; barrier 0 of the CTA is free. Written
-    out, since a number in a register takes all 16 of them."""
+def barrier_of(group, groups, threads, first=1):
+    """A barrier of the `threads` threads of one of the groups 0 .. groups - 1, and none of others'. It has number `first` + group, written
+    out, since a number in a register takes all 16 of them; that of the CTA is 0."""
     text = " ".join(f"setp.eq.s32 p{i}, $0, {i};" for i in range(groups)) + "".join(
-        f"\n@p{i} bar.sync {i + 1}, {threads};" for i in range(groups)
+        f"\n@p{i} bar.sync {first + i}, {threads};" for i in range(groups)
     )
     predicates = ", ".join(f"p{i}" for i in range(groups))
     asm(f"{{\n.reg .pred {predicates};\n{text}\n}}", [], [Int32(group)])

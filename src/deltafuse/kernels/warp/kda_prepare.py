@@ -30,12 +30,12 @@ Registers. Contractions run in an order of the columns in which lane 4 r + t has
 half for every m: 16-byte vectors of global memory are A and B fragments as they are, and outputs leave as such vectors. The gate goes
 the other way, a thread has 2 (K = 64: 1) columns of its warp's 16 rows, and crosses over through shared memory as H.
 
-Timeline (| is a barrier of the CTA, : one of the two warps of a block, / one of the warp)
+Timeline (| is a barrier of the CTA, ; one of half the warps, : one of the two warps of a block, / one of the warp)
     raw g on its way to shared memory, q, k, beta into registers / H; |x|^2 as the diagonal of x x^T, of half the columns |
     2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns |
     a block's L and inverse, of own columns alone, by the warps of blocks 0 and 1; scores with the columns of blocks before, of half the
     columns : added up / Aqk out |
-    M from 16 to 32 rows | to 64 rows: one product | the other | M' out
+    M from 16 to 32 rows | to 64 rows: one product ; the other ; M' out
 
 Shared memory, bytes (K = 128: 83,712)
     matrices   36,864  of a warp: H + 60 [16][K / 2 + 4] fp32, at half, b. After that L and M (`inverse`)
@@ -324,8 +324,8 @@ class KdaPrepare(ExactRows, ChunkBound):
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        inverse.invert_rest(sAll, sAll + self.at_m, warp, lane)
-        self.write_inverse(image, sAll, rows, warp, lane)
+        inverse.invert_rest(sAll, sAll + self.at_m, warp, lane, 4)
+        self.write_inverse(image, sAll, rows, inverse.rows_known(warp), lane)
 
     # ---- loads ---------------------------------------------------------------------------------------------------------------------
     def head_address(self, mX, batch, head, column, size):
@@ -765,13 +765,13 @@ class KdaPrepare(ExactRows, ChunkBound):
             )
             store_global(image + Int64(panel.vector_offset(16 * block + row, vector)), 0, words)
 
-    def write_inverse(self, image, sAll, rows, warp, lane):
-        """M' = M diag(beta) and, where wanted, M, 8 rows a warp; zeros to the right of their block and behind the end."""
+    def write_inverse(self, image, sAll, rows, first, lane):
+        """M' = M diag(beta) and, where wanted, M, 8 rows from `first` on; zeros to the right of their block and behind the end."""
         column = lane % 16 * 4
-        valid = Int32(column // 16 <= warp // 2)
+        valid = Int32(column // 16 <= first // 16)
         beta = load_shared(sAll + self.at_beta + column * 4, 0, 4)
         for i in range(0, 8, 2):
-            row = 8 * warp + i + lane // 16
+            row = first + i + lane // 16
             m = load_shared_if(sAll + self.at_m + inverse.at(row, column), 0, 4, valid, Float32)
             to = image + Int64(panel.vector_offset(row, column // 8) + lane % 2 * 8)
             store_global(to, 0, self.packed([a * b for a, b in zip(m, beta, strict=True)]))

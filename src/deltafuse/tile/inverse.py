@@ -97,7 +97,7 @@ def _store_minus(address, column, c):
 
 
 def combine_16(sL, sM, warp, lane):
-    """Blocks (1, 0) and (3, 2) of M, a warp (0 to 3) for 8 columns of one: -(M_22 L_21) M_11."""
+    """Blocks (1, 0) and (3, 2) of M, one of 4 warps for 8 columns of one: -(M_22 L_21) M_11. L and blocks of the diagonal are there."""
     r, t = lane // 4, lane % 4
     pair, part = warp // 2, warp % 2
     corner = at(32 * pair, 32 * pair)
@@ -154,16 +154,9 @@ def multiply(acc, a, b, first: cutlass.Constexpr):
 
 @cute.jit
 def invert_rest(sL, sM, warp, lane, barrier: cutlass.Constexpr):
-    """All of M below the diagonal blocks, which `invert_block` has made. 8 warps together, L and these blocks complete in shared memory
-    after the first barrier here; blocks of M above its diagonal hold other numbers.
-
-    After the last one a warp knows 16 rows of M in the upper half and those in the lower one that its group (warps 0 to 3 or 4 to 7) has
-    made: see `rows_known`. The groups meet at barriers of their own, which take the numbers from `barrier` on.
-    """
-    cute.arch.sync_threads()
-    if warp < 4:
-        combine_16(sL, sM, warp, lane)
-    cute.arch.sync_threads()
+    """The lower half of M, after `combine_16`. 8 warps together, of which a half (warps 0 to 3 or 4 to 7) makes the rows that it reads
+    after the last barrier: see `rows_known`. The halves meet at barriers of their own, which take the numbers from `barrier` on. Blocks of
+    M above its diagonal hold other numbers."""
     multiply_left(sL, sM, warp, lane)
     barrier_of(warp // 4, 2, 128, barrier)
     multiply_right(sM, warp, lane)
@@ -171,6 +164,6 @@ def invert_rest(sL, sM, warp, lane, barrier: cutlass.Constexpr):
 
 
 def rows_known(warp):
-    """The first of 8 rows of M that this warp may read after `invert_rest`, a different one for every warp."""
+    """The first of 8 rows of M that this warp reads after `invert_rest`, a different one for every warp."""
     group, member = warp // 4, warp % 4
     return 16 * group + 8 * (member % 2) + 32 * (member // 2)

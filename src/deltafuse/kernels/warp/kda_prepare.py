@@ -34,8 +34,8 @@ Timeline (| is a barrier of the CTA, ; one of half the warps, : one of the two w
     raw g on its way to shared memory, q, k, beta into registers / H; |x|^2 as the diagonal of x x^T, of half the columns |
     2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns |
     a block's L and inverse, of own columns alone, by the warps of blocks 0 and 1; scores with the columns of blocks before, of half the
-    columns : added up / Aqk out |
-    M from 16 to 32 rows | to 64 rows: one product ; the other ; M' out
+    columns : added up |
+    Aqk out; M from 16 to 32 rows | to 64 rows: one product ; the other ; M' out
 
 Shared memory, bytes (K = 128: 83,712)
     matrices   36,864  of a warp: H + 60 [16][K / 2 + 4] fp32, at half, b. After that L and M (`inverse`)
@@ -320,9 +320,12 @@ class KdaPrepare(ExactRows, ChunkBound):
             # A block's inverse needs nothing of other blocks, and these warps have the fewest of them before their own.
             self.invert_own(2 * (1 - block) + half, sAll, lane)
         self.finish_scores(rows_q, rows_k, rQ, mine, role)
-        cute.arch.sync_warp()
+        cute.arch.sync_threads()
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
+        else:
+            inverse.combine_16(sAll, sAll + self.at_m, block, lane)
+        cute.arch.sync_threads()
         warp = cute.arch.make_warp_uniform(tid // 32)
         inverse.invert_rest(sAll, sAll + self.at_m, warp, lane, 4)
         self.write_inverse(image, sAll, rows, inverse.rows_known(warp), lane)

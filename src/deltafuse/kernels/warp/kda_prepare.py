@@ -62,25 +62,21 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
-from ...tile.arguments import DTYPES, dense
-from ...tile.fetch import copy_async, wait_copies
+from ...tile.arguments import DTYPES
+from ...tile.fetch import wait_copies
 from ...tile.gate import Gate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
 from ...tile.ptx import (
     as_float,
     barrier_of,
     exp2,
-    fma,
-    fmax,
-    fmin,
     load_global,
     load_global_half,
     load_shared,
-    load_shared_half,
     load_shared_if,
     mad_long,
     mad_wide,
@@ -97,16 +93,17 @@ from ...tile.ptx import (
     unpack,
 )
 from ...tile.sequence import chunk_of_slot
-from ..config import CHUNK, EPSILON, PrepareConfig
-from .kda_prepare_bound import ChunkBound
-from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
+from ..config import CHUNK, PrepareConfig
+from .kda_prepare_exact import SHIFT, ExactRows
+from .kda_prepare_gate import GateSums
 
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
-MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}
+EPSILON = 1e-6
+"""Of the L2 norm."""
 
 
-class KdaPrepare(ExactRows, ChunkBound):
+class KdaPrepare(GateSums, ExactRows):
     """The kernel for one `PrepareConfig`."""
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -346,28 +343,6 @@ class KdaPrepare(ExactRows, ChunkBound):
         """This lane's words of q or k: [m][row r, row r + 8][4]."""
         return [[load_global(a, 64 * m, 4, early=True) for a in addresses] for m in range(self.steps)]
 
-    def copy_gate(self, mG, place, last, head, sRaw, half, block, lane):
-        """The raw gate of the warp's rows and columns to shared memory, under way until `wait_copies`."""
-        size = self.raw_bits // 8
-        vectors = self.width * size // 16
-        row, vector = lane // vectors, lane % vectors
-        start = self.head_address(mG, place[0], head, half * self.width + vector * (16 // size), size)
-        step = Int32(mG.stride[1]) * size
-        rows = 32 // vectors
-        to = sRaw + row * self.raw_row + vector * 16
-        for i in range(0, 16, rows):
-            address = mad_wide(place[1] + cutlass.min(16 * block + i + row, last), step, start)
-            copy_async(to + i * self.raw_row, address, 0)
-
-    def load_parameters(self, mALog, mBias, head, half, lane):
-        """A_log, and dt_bias of this thread's columns."""
-        n = self.gate_columns
-        a_log = None if mALog is None else load_global(mALog.iterator.toint() + Int64(head) * 4, 0, 1, Float32, True)[0]
-        if mBias is None:
-            return a_log, [None] * n
-        column = half * self.width + n * lane
-        return a_log, load_global(mBias.iterator.toint() + (Int64(head) * self.K + column) * 4, 0, n, Float32, True)
-
     def load_beta(self, mBeta, place, row, head):
         size = self.beta_dtype.width // 8
         address = self.head_address(mBeta, place[0], head, 0, size)
@@ -389,51 +364,7 @@ class KdaPrepare(ExactRows, ChunkBound):
             if const_expr(self.config.inverse):
                 store_global(to_beta + Int64(tid) * 4, 0, [beta])
 
-    # ---- gate ----------------------------------------------------------------------------------------------------------------------
-    @cute.jit
-    def fill_gate(self, sRaw, rows, lane):
-        """What has no decay into the rows behind the end: those from `rows` on."""
-        size = const_expr(self.raw_bits // 8)
-        word = const_expr(0 if self.config.gate == "log" else MINUS_INFINITY[self.gate_dtype])
-        words = const_expr(self.width * size // 4)
-        for i in cutlass.range(cutlass.max(rows, 0), 16, unroll=1):
-            for x in cutlass.range_constexpr(0, words, 32):
-                store_shared_if(sRaw + i * self.raw_row + lane * 4, 4 * x, [Uint32(word)], Int32(lane < words - x))
-            cute.arch.sync_warp()
-
-    def sum_gate(self, sRaw, gates, sT, sH, sLeast, block, lane):
-        """H + 60 of the warp's rows and columns and t_b to shared memory: H_i = H_(i-1) + log2 decay_i. Returns whether every row fits."""
-        n = self.gate_columns
-        sums = [Float32(0.0)] * n
-        low = high = least = Float32(0.0)
-        for i in range(16):
-            values = []
-            for x, value in enumerate(self.raw_gate(sRaw + lane * (n * self.raw_bits // 8), i * self.raw_row)):
-                values.append(gates[x].value(value))
-                sums[x] = fma(gates[x].outer, values[x], sums[x])
-                if self.config.gate == "log":
-                    low, high = fmin(low, sums[x]), fmax(high, sums[x])
-            store_shared(sH + lane * (4 * n), i * self.h_row, [x + float(SHIFT) for x in sums])
-            if self.config.bound:
-                least = self.least_of_row(values, i, least, lane)
-        if self.config.gate != "log":
-            # These gates are negative: the last row is the lowest.
-            for x in sums:
-                low = fmin(low, x)
-        store_shared(sT + block * (self.K * 4) + lane * (4 * n), 0, sums)
-        if self.config.bound:
-            store_shared_if(sLeast + lane * 4, 0, [least], Int32(lane < 16))
-        fits = (low >= Float32(LOWEST)) & (high <= Float32(HIGHEST))
-        return cute.arch.vote_all_sync(fits)
-
-    def raw_gate(self, address, offset):
-        """The raw gate at the thread's columns of a row."""
-        n = self.gate_columns
-        if self.raw_bits == 32:
-            return load_shared(address, offset, n)
-        word = load_shared(address, offset, 1, Uint32)[0] if n == 2 else load_shared_half(address, offset)
-        return unpack(self.gate_dtype, word)[:n]
-
+    # ---- norms and products --------------------------------------------------------------------------------------------------------
     @cute.jit
     def share_norms(self, words, to, block, lane):
         """|x|^2 of the half's columns for the 16 rows to shared memory: squares of norms are the diagonal of x x^T.
@@ -681,9 +612,7 @@ class KdaPrepare(ExactRows, ChunkBound):
                     store_shared(to, 1024 * b + 512 * n, given)
         if half == 0:
             own = self.sums((sAll, 1, block, lane))
-            sums = [
-                [x + rQ[i, n] for i, x in enumerate(load_shared(own, 4096 + 512 * n, 4))] for n in range(2)
-            ]
+            sums = [[x + rQ[i, n] for i, x in enumerate(load_shared(own, 4096 + 512 * n, 4))] for n in range(2)]
             pairs = self.up_to_diagonal(self.pairs(self.registers(sums)), lane, 0)
             self.store_aqk(pairs, self.aqk_at(block, block, role))
         beta = self.load_beta_of(sAll, mine)

@@ -155,7 +155,7 @@ def test_packed_sequences(emulated: Any) -> None:
 def test_states_of_chunks(emulated: Any) -> None:
     emulated("sm_90a")
     given = inputs(KINDS[:3], intermediate=True, **STATES)
-    (o, state, states), _ = run(given)
+    (o, state, states, _), _ = run(given)
     assert states is not None
     whole.compare((o, state, states.unflatten(0, (1, -1))), whole.exact(given), 5e-3)
 
@@ -164,7 +164,7 @@ def test_bits_are_the_same_again_and_before_a_change(emulated: Any) -> None:
     """A later token decides nothing: here one that keeps a segment from starting early."""
     emulated("sm_90a")
     given = inputs(KINDS[:1], **STATES)
-    (o, state, _), seen = run(given)
+    (o, state, *_), seen = run(given)
     again = run(given)[0]
     assert torch.equal(o, again[0])
     assert torch.equal(state, again[1])
@@ -181,7 +181,7 @@ def test_what_is_not_a_number_goes_as_far_as_an_early_start(emulated: Any) -> No
     given = inputs(KINDS[:2], **STATES)
     given["v"] = given["v"].clone()
     given["v"][:, 64 + 5, :, 2] = NAN
-    (o, state, _), seen = run(given)
+    (o, state, *_), seen = run(given)
     assert seen.codes[0].T.tolist() == [[0, 2, 2], [0, 0, 0]]
     # By segment and head: chunk 1 is one of the two before segment 1, not of those before segment 2.
     wrong = [part.isnan().any(3).any(1)[0] for part in o.split(64 * 3, 1)]

@@ -63,10 +63,10 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
-from ...tile.arguments import DTYPES
+from ...tile.arguments import DTYPES, dense
 from ...tile.fetch import wait_copies
 from ...tile.gate import Gate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
@@ -93,17 +93,16 @@ from ...tile.ptx import (
     unpack,
 )
 from ...tile.sequence import chunk_of_slot
-from ..config import CHUNK, PrepareConfig
+from ..config import CHUNK, EPSILON, PrepareConfig
+from .kda_prepare_bound import ChunkBound
 from .kda_prepare_exact import SHIFT, ExactRows
 from .kda_prepare_gate import GateSums
 
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
-EPSILON = 1e-6
-"""Of the L2 norm."""
 
 
-class KdaPrepare(GateSums, ExactRows):
+class KdaPrepare(GateSums, ExactRows, ChunkBound):
     """The kernel for one `PrepareConfig`."""
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -140,7 +139,8 @@ class KdaPrepare(GateSums, ExactRows):
         self.block_bytes = self.K // 32 * 1024
         self.at_decays = self.at_columns + 3 * self.block_bytes
         self.at_beta = self.at_decays + 2 * self.K * 2
-        self.shared_bytes = self.at_beta + CHUNK * 4
+        self.at_least = self.at_beta + CHUNK * 4
+        self.shared_bytes = self.at_least + config.bound * 2 * CHUNK * 4
 
     @cute.jit
     def __call__(

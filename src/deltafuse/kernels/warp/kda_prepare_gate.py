@@ -65,22 +65,28 @@ class GateSums:
                 store_shared_if(sRaw + i * self.raw_row + lane * 4, 4 * x, [Uint32(word)], Int32(lane < words - x))
             cute.arch.sync_warp()
 
-    def sum_gate(self, sRaw, gates, sT, sH, block, lane):
+    def sum_gate(self, sRaw, gates, sT, sH, sLeast, block, lane):
         """H + 60 of the warp's rows and columns and t_b to shared memory: H_i = H_(i-1) + log2 decay_i. Returns whether every row fits."""
         n = self.gate_columns
         sums = [Float32(0.0)] * n
-        low = high = Float32(0.0)
+        low = high = least = Float32(0.0)
         for i in range(16):
+            values = []
             for x, value in enumerate(self.raw_gate(sRaw + lane * (n * self.raw_bits // 8), i * self.raw_row)):
-                sums[x] = fma(gates[x].outer, gates[x].value(value), sums[x])
+                values.append(gates[x].value(value))
+                sums[x] = fma(gates[x].outer, values[x], sums[x])
                 if self.config.gate == "log":
                     low, high = fmin(low, sums[x]), fmax(high, sums[x])
             store_shared(sH + lane * (4 * n), i * self.h_row, [x + float(SHIFT) for x in sums])
+            if self.config.bound:
+                least = self.least_of_row(values, i, least, lane)
         if self.config.gate != "log":
             # These gates are negative: the last row is the lowest.
             for x in sums:
                 low = fmin(low, x)
         store_shared(sT + block * (self.K * 4) + lane * (4 * n), 0, sums)
+        if self.config.bound:
+            store_shared_if(sLeast + lane * 4, 0, [least], Int32(lane < 16))
         fits = (low >= Float32(LOWEST)) & (high <= Float32(HIGHEST))
         return cute.arch.vote_all_sync(fits)
 

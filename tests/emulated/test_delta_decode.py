@@ -269,8 +269,9 @@ def test_long_sequence(emulated, arch: str) -> None:
     assert_near(state, want_state, ROUNDED[F32], "final state")
 
 
-def variants(T: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    for layout in ((1, 16), (2, 16), (4, 16), (1, 32), (2, 32))[: 5 if T == 1 else 4]:
+def variants(T: int, packed: bool) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    wide = ((1, 64), (2, 64)) if T == 1 and packed else ()
+    for layout in ((1, 16), (2, 16), (4, 16), (1, 32), (2, 32))[: 5 if T == 1 else 4] + wide:
         for seed in (0, 1):
             yield layout, {"seed": seed, "shuffle": bool(seed)}
 
@@ -278,13 +279,13 @@ def variants(T: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
 @pytest.mark.parametrize("state", [F32, BF, F16])
 @pytest.mark.parametrize("T", [1, 3])
 def test_schedules_and_layouts_give_the_same_bits(T: int, state: torch.dtype) -> None:
-    """In any order, by any number of warps, of 16 or 32 columns; of fp32 states also with either layout."""
-    case = Case(T=T, sizes=(128, 96), l2norm=True, gate="bounded", dtype=F32, state=state)
+    """In any order, by any number of warps, of 16, 32 or 64 columns; of fp32 states also with either layout."""
+    case = Case(T=T, sizes=(128, 192), l2norm=True, gate="bounded", dtype=F32, state=state)
     found: list[list[tuple[Tensor, Tensor]]] = [[], []]
     for v_first in (False, True):
         turned = replace(case, v_first=v_first)
         t = turned.tensors()
-        for layout, schedule in variants(T):
+        for layout, schedule in variants(T, state is not F32 and not v_first):
             out, final = nan_like(t.v), nan_like(t.initial_state)
             ptxemu.setup(ARCH)
             with ptxemu.emulate(ARCH, **schedule):
@@ -298,6 +299,41 @@ def test_schedules_and_layouts_give_the_same_bits(T: int, state: torch.dtype) ->
         for out, final in group[1:]:
             assert torch.equal(out, group[0][0])
             assert torch.equal(final, group[0][1])
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("state", [F32, BF])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_traffic_changes_no_bit(v_first: bool, state: torch.dtype, pool: bool) -> None:
+    """States through a ring in shared memory, with L2 told what to fetch and what to keep, and as they usually travel."""
+    case = Case(B=4, HV=3, sizes=(128, 64), l2norm=True, gate="softplus", gate_dtype=BF, state=state, v_first=v_first)
+    t = replace(case.tensors(), initial_state=None)
+    indices = torch.tensor([5, -1, 2, 0], dtype=torch.int32) if pool else None
+    found = []
+    for name in ("usual", "ring", "told"):
+
+        def make(config: DecodeConfig, name: str = name) -> Any:
+            from deltafuse.kernels.warp import delta_decode, delta_decode_ring
+
+            if name == "ring":
+                return delta_decode_ring.compile(config, slots=3, grid=4)
+            traffic = delta_decode.Traffic(warps=8, read="first", written="first", ahead=3)
+            return delta_decode.compile(config, delta_decode.DeltaDecode(config, traffic) if name == "told" else None)
+
+        compiled = cache(make)
+        for seed in (0, 1):
+            states, out = case.states(6, state)[: 6 if pool else 4], nan_like(t.v)
+            ptxemu.setup(ARCH)
+            with ptxemu.emulate(ARCH, seed=seed, shuffle=bool(seed)):
+                decode_cute.launch(
+                    t, case.options(), state=states, final=states, store="last", out=out, indices=indices, arch=ARCH,
+                    load=lambda kernel, config, arch, get=compiled: kernels.need(arch, get, config), layout=(2, 32),
+                )  # fmt: skip
+            found.append((out, states))
+    assert not found[0][0].isnan().any()
+    for out, states in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(states, found[0][1])
 
 
 def test_a_later_token_changes_nothing_before_it(emulated) -> None:

@@ -60,11 +60,18 @@ def decode_config(
 
 
 def _layout(config: DecodeConfig, few: bool) -> tuple[int, int]:
-    """Warps a CTA and columns of V a warp. Many wide warps read whole lines; few narrow ones spread over the multiprocessors."""
-    if few:
+    """Warps a CTA and columns of V a warp.
+
+    Few narrow warps spread over the multiprocessors. Of many, each is a CTA of its own, which makes way for the next one when it is done.
+    It reads rows of [K, V] in pieces of a line (32 columns of fp32), and no more of [V, K], whose rows of K are lines, than lets many
+    compute. Half lines (32 columns of 16 bits) want their other half soon: four such warps are a CTA.
+    """
+    single = config.single and config.key_dim <= 128
+    if few or (single and config.state_v_first and config.state_dtype in ("bfloat16", "float16")):
         return 1, COLUMNS
-    wide = config.single and config.key_dim <= 128 and config.value_dim % (2 * COLUMNS) == 0
-    return (2, 2 * COLUMNS) if wide else (4, COLUMNS)
+    if not single or config.value_dim % (2 * COLUMNS):
+        return 4, COLUMNS
+    return (4 if config.state_dtype in ("bfloat16", "float16") else 1), 2 * COLUMNS
 
 
 def options_of(p: DeltaProblem) -> DeltaOptions:

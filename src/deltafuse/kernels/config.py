@@ -94,8 +94,8 @@ class DecodeConfig:
     `state_dtype` is that of the states that are read, "" where all start from zero, `final_dtype` that of those that are written. `store`
     says which are: "" none, "last" that after a sequence's last token, "tokens" that after every token into its own slot, "each" that after
     every token into a row of its own. `indices` is the dtype of the slots, "" where sequence n has slot n; `per_token`: there is a slot a
-    token. `accepted` is the dtype of the numbers of accepted tokens, "" where there are none. `warps` a CTA, of `columns` (16, or 32
-    where K is at most 128) of V each; neither changes a result.
+    token. `accepted` is the dtype of the numbers of accepted tokens, "" where there are none. `warps` a CTA, of `columns` (16; 32
+    where K is at most 128; 64 of 16-bit states [K, V] too, for single tokens) of V each; neither changes a result.
     `single`: T is 1 and sequences are not packed.
     """
 

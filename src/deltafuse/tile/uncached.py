@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from cutlass import Int32, Int64, Uint32
 
-from .ptx import asm
+from .ptx import asm, store_global
 
 _VECTOR = {1: "", 2: ".v2", 4: ".v4"}
 
@@ -24,33 +24,65 @@ def _order(early):
     return "relaxed.gpu." if early else ""
 
 
-def _load(name, address, offset, n, valid):
+def _load(name, address, offset, n, valid, policy=None):
     """Words at an address; zeros, without an access, where `valid` is 0 (None: it always is)."""
+    args = [Int64(address)]
+    hint, last = "", ""
+    if policy is not None:
+        hint, last = ".L2::cache_hint", f", ${n + 1}"
+        args.append(policy)
+    name = name.replace("@", hint)
     if valid is None:
-        text, more = f"ld.{name}{_VECTOR[n]}.b32 {_list(0, n)}, [${n}+{offset}];", []
+        text = f"ld.{name}{_VECTOR[n]}.b32 {_list(0, n)}, [${n}+{offset}]{last};"
     else:
         words = [f"w{i}" for i in range(n)]
         zero = " ".join(f"mov.b32 {w}, 0;" for w in words)
         give = " ".join(f"mov.b32 ${i}, {w};" for i, w in enumerate(words))
         vector = f"{{{', '.join(words)}}}" if n > 1 else words[0]
         text = (
-            f"{{\n.reg .pred p;\n.reg .b32 {', '.join(words)};\nsetp.ne.b32 p, ${n + 1}, 0;\n{zero}\n"
-            f"@p ld.{name}{_VECTOR[n]}.b32 {vector}, [${n}+{offset}];\n{give}\n}}"
+            f"{{\n.reg .pred p;\n.reg .b32 {', '.join(words)};\nsetp.ne.b32 p, ${n + len(args)}, 0;\n{zero}\n"
+            f"@p ld.{name}{_VECTOR[n]}.b32 {vector}, [${n}+{offset}]{last};\n{give}\n}}"
         )
-        more = [Int32(valid)]
-    out = asm(text, [Uint32] * n, [Int64(address), *more])
+        args.append(Int32(valid))
+    out = asm(text, [Uint32] * n, args)
     return out if n > 1 else [out]
 
 
-def load_uncached(address, offset, n, valid=None, early=False):
+def policy_of(keeps):
+    """An L2 policy for `load_uncached` and `store_with`: "first" goes first where room is wanted, None where `keeps` is "normal"."""
+    if keeps == "normal":
+        return None
+    return asm(f"createpolicy.fractional.L2::evict_{keeps}.b64 $0, 1.0;", [Int64], [])
+
+
+def load_uncached(address, offset, n, valid=None, early=False, policy=None):
     """n (1, 2, 4) words at a global address plus a constant offset in bytes, as a list; zeros, without an access, where `valid` is 0."""
-    return _load(f"{_order(early)}global.L1::no_allocate.L2::128B", address, offset, n, valid)
+    return _load(f"{_order(early)}global.L1::no_allocate@.L2::128B", address, offset, n, valid, policy)
 
 
 def store_uncached(address, offset, words):
     """The reverse of `load_uncached`."""
     n = len(words)
     asm(f"st.global.L1::no_allocate{_VECTOR[n]}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *words])
+
+
+def store_with(policy, address, offset, words):
+    """`store_global` with an L2 policy, None for the usual one."""
+    if policy is None:
+        store_global(address, offset, words)
+        return
+    n = len(words)
+    asm(
+        f"st.global.L2::cache_hint{_VECTOR[n]}.b32 [$0+{offset}], {_list(1, n)}, ${n + 1};",
+        [],
+        [Int64(address), *words, policy],
+    )
+
+
+def fetch_to_l2(address, size, valid):
+    """Has L2 read `size` bytes, multiples of 16, where `valid` is not 0; nothing waits for them."""
+    text = "{\n.reg .pred p;\nsetp.ne.b32 p, $1, 0;\n" + f"@p cp.async.bulk.prefetch.L2.global [$0], {size};\n}}"
+    asm(text, [], [Int64(address), Int32(valid)])
 
 
 def load_if(address, offset, n, valid, early=False):

@@ -41,6 +41,8 @@ that one sequence of a launch writes must not be read by another.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
@@ -49,7 +51,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ...tile.gate import Gate, sigmoid
 from ...tile.lanes import reduce_scatter, sum_lanes
 from ...tile.ptx import asm, exp2, fma, load_shared, opaque, pack, rsqrt, store_shared, unpack
-from ...tile.uncached import load_half_if, load_if, load_uncached, store_uncached
+from ...tile.uncached import fetch_to_l2, load_half_if, load_if, load_uncached, policy_of, store_with
 from ..config import DecodeConfig
 
 COLUMNS = 16
@@ -57,8 +59,10 @@ COLUMNS = 16
 WARPS = {32: (24, 16, 16), 64: (16, 12, 8), 128: (12, 8, 8)}
 """Warps a multiprocessor by the registers that a lane's state takes: for single tokens, for more, for more with a state after each. A bound
 on registers, which the compiler would otherwise spend on shorter stalls, and none that makes it spill."""
-WARPS_PACKED = {16: 24, 32: 20, 64: 12}
+WARPS_PACKED = {16: 24, 32: 20, 64: 12, 128: 8}
 """The same for single tokens of 16-bit states, which need room for what is unpacked."""
+SHARED = 228 << 10
+"""Shared memory of a multiprocessor; the driver takes 1 KB of it a CTA."""
 L2NORM_EPS = 1e-6
 TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
 
@@ -95,17 +99,31 @@ def half(dtype, word, which, again):
     return unpack(dtype, word)[which]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """How states travel; changes no result.
+
+    `warps` a multiprocessor at most (0: as many as registers let). `read`, `written`: what L2 does with lines of states: "normal", or
+    "first", to be evicted first. `ahead`: a CTA has L2 fetch what the CTA of so many heads later reads (0: nothing).
+    """
+
+    warps: int = 0
+    read: str = "normal"
+    written: str = "normal"
+    ahead: int = 0
+
+
 class DeltaDecode:
     """The kernel for one `DecodeConfig`."""
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, traffic: Traffic = Traffic()) -> None:
         c = self.config = config
-        wide = c.columns == 2 * COLUMNS
-        if c.key_dim not in (64, 128, 256) or c.columns not in (COLUMNS, 2 * COLUMNS) or c.value_dim % c.columns:
+        self.traffic = traffic
+        if c.key_dim not in (64, 128, 256) or c.columns not in (16, 32, 64) or c.value_dim % c.columns:
             raise ValueError(
-                f"`config`: got {c}; allowed: key_dim 64, 128 or 256, columns 16 or 32, value_dim a multiple of them"
+                f"`config`: got {c}; allowed: key_dim 64, 128 or 256, columns 16, 32 or 64, value_dim a multiple of them"
             )
-        if wide and c.key_dim == 256:
+        if c.columns > COLUMNS and c.key_dim == 256:
             raise ValueError(f"`config`: got {c}; allowed: columns 16 with key_dim 256")
         self.io, self.gate_type, self.beta_type = TYPES[c.dtype], TYPES[c.gate_dtype], TYPES[c.beta_dtype]
         self.read_type, self.write_type = TYPES[c.state_dtype or c.final_dtype], TYPES[c.final_dtype]
@@ -113,11 +131,13 @@ class DeltaDecode:
         self.column_groups = 4 if c.state_v_first else c.columns // run
         self.columns = c.columns // self.column_groups
         self.row_groups = 32 // self.column_groups
-        self.chains = 2 if wide and not c.state_v_first else 1
         self.left = c.columns // COLUMNS
         self.group = run if c.state_v_first else 4
         self.groups = c.key_dim // self.row_groups // self.group
+        self.chains = 1 if c.state_v_first else self.left
         self.keeps_packed = c.single and bool(c.state_dtype) and self.read_type.width == 16
+        if c.columns == 4 * COLUMNS and (c.state_v_first or not self.keeps_packed):
+            raise ValueError(f"`config`: got {c}; allowed: columns 64 for single tokens of 16-bit states [K, V]")
         self.own = c.key_dim // 32
         self.masks = [m for m in (16, 8, 4, 2) if m >= self.column_groups]
         self.vectors = 4 if c.per_key else 2
@@ -156,14 +176,32 @@ class DeltaDecode:
             by_heads, by_ratio,
         ).launch(
             grid=(blocks, 1, 1), block=(32 * self.config.warps, 1, 1), stream=stream,
-            min_blocks_per_mp=self.blocks_a_multiprocessor, preferred_smem_carveout=25,
+            min_blocks_per_mp=self.blocks_a_multiprocessor, preferred_smem_carveout=self.carveout,
         )  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.config.key_dim * self.vectors * self.config.warps
+
+    @property
+    def carveout(self) -> int:
+        """Shared memory of a multiprocessor's CTAs in percent of what there is, at least what `padding` counts on."""
+        return max(25, -(-100 * self.blocks_a_multiprocessor * (self.shared_bytes + 1024) // SHARED))
+
+    @property
+    def padding(self) -> int:
+        """Bytes of shared memory that keep a multiprocessor from holding more CTAs than `traffic` lets."""
+        blocks = self.traffic.warps // self.config.warps
+        if not blocks or blocks >= self.blocks_a_multiprocessor:
+            return 0
+        return max(0, (64 << 10) // blocks - 1024 - self.shared_bytes) // 128 * 128
 
     @property
     def warps_a_multiprocessor(self) -> int:
         registers = self.groups * self.group * self.columns
         if self.keeps_packed:
-            return WARPS_PACKED[registers // 2]
+            most = WARPS_PACKED[registers // 2]
+            return max(most, self.traffic.warps) if self.config.columns == 64 else most
         kind = 0 if self.config.single else 2 if self.config.store in ("tokens", "each") else 1
         fits = WARPS[registers][kind]
         if registers == 128 and not self.config.per_key:
@@ -207,6 +245,8 @@ class DeltaDecode:
         sVectors = smem.allocate_tensor(
             Float32, cute.make_layout((self.config.key_dim, self.vectors * self.config.warps)), 16
         )
+        if const_expr(self.padding > 0):
+            smem.allocate(self.padding, 16)
         v0 = (block % self.blocks_a_head * self.config.warps + warp) * self.config.columns
         unit = block // self.blocks_a_head
         n = Int32(unit // by_heads)
@@ -223,6 +263,8 @@ class DeltaDecode:
             where = (b, t0, head, v0, lane)
             slot = self.first_slot(mS, mIndices, mAccepted, n)
             states = (mS, mIndices, mO, mF)
+            if const_expr(self.traffic.ahead > 0 and mS is not None):
+                self.fetch_ahead(mS, mIndices, mAccepted, unit, v0, lane, self.sequences(mV, mCu), by_heads)
             if const_expr(self.config.single):
                 self.token(tensors, states, (mA, mBias, lower_bound), where, n, slot, vectors, scale, beta_limit)
             elif slot >= 0 and count > 0:
@@ -253,6 +295,21 @@ class DeltaDecode:
             if index >= 0 and index < mS.shape[0]:
                 slot = Int32(index)
         return slot
+
+    def sequences(self, mV, mCu):
+        return Int32(mV.shape[0] if mCu is None else mCu.shape[0] - 1)
+
+    @cute.jit
+    def fetch_ahead(self, mS, mIndices, mAccepted, unit, v0, lane, sequences, by_heads):
+        """This warp's share of the state that the CTAs `ahead` heads on read: as many bytes as its columns have, in either layout."""
+        later = unit + self.traffic.ahead
+        n = Int32(later // by_heads)
+        if n < sequences:
+            slot = self.first_slot(mS, mIndices, mAccepted, n)
+            if slot >= 0:
+                size = self.config.key_dim * self.read_type.width // 8
+                address = address_of(mS, slot, later - n * mS.shape[1]) + v0 * size
+                fetch_to_l2(address, self.config.columns * size, lane == 0)
 
     @cute.jit
     def token_slot(self, mIndices, mF, n, t, count):
@@ -285,16 +342,23 @@ class DeltaDecode:
             self.write_outputs(mO, o, (b, t, head), v0 + column, lane)
             if const_expr(self.config.store == "tokens"):
                 if own_slot >= 0:
-                    self.write_update(rS, mF[own_slot, head, None, None], token[1], deltas, vectors, v0, r, c)
+                    self.write_update(rS, address_of(mF, own_slot, head), token[1], deltas, vectors, v0, r, c)
             elif const_expr(self.config.store != ""):
                 row = slot if const_expr(self.config.store == "last") else b * mO.shape[1] + t
-                self.write_update(rS, mF[row, head, None, None], token[1], deltas, vectors, v0, r, c)
+                self.write_update(rS, address_of(mF, row, head), token[1], deltas, vectors, v0, r, c)
         else:
             self.clear(mO, mF, where, Int32(1))
 
     def first_state(self, mS, slot, head, v0, r, c, valid=None):
         """The state of a slot in registers; zeros where none are given, or `valid` is 0."""
-        address = None if mS is None else mS[slot, head, None, None].iterator.toint()
+        if mS is not None:
+            return self.state_at(address_of(mS, slot, head), v0, r, c, valid)
+        rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
+        rS.fill(0.0)
+        return rS
+
+    def state_at(self, address, v0, r, c, valid=None):
+        """The state at an address in registers."""
         if self.keeps_packed:
             rS = cute.make_rmem_tensor((self.groups * self.group * self.columns // 8, 4), Uint32)
             for i, words in enumerate(self.load_words(address, v0, r, c, valid)):
@@ -302,10 +366,7 @@ class DeltaDecode:
                     rS[i, j] = word
             return rS
         rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
-        if mS is None:
-            rS.fill(0.0)
-        else:
-            self.load_state(rS, address, v0, r, c, valid)
+        self.load_state(rS, address, v0, r, c, valid)
         return rS
 
     @cute.jit
@@ -332,7 +393,7 @@ class DeltaDecode:
             o = self.step(rS, token, vectors, lane, r, c)
             self.write_token(rS, mO, mF, o, this_slot, (b_, t0 + t, head_), v0, column, lane)
         if const_expr(self.config.store == "last"):
-            self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
+            self.store_state(rS, address_of(mF, slot, head), v0, r, c)
 
     @cute.jit
     def write_token(self, rS, mO, mF, o, slot, token, v0, column, lane):
@@ -342,7 +403,7 @@ class DeltaDecode:
         self.write_outputs(mO, o, token, v0 + column, lane)
         if const_expr(self.config.store == "tokens"):  # noqa: SIM102
             if slot >= 0:
-                self.store_state(rS, mF[slot, head, None, None].iterator.toint(), v0, r, c)
+                self.store_state(rS, address_of(mF, slot, head), v0, r, c)
         if const_expr(self.config.store == "each"):
             self.store_state(rS, mF[b * mO.shape[1] + t, head, None, None].iterator.toint(), v0, r, c)
 
@@ -361,8 +422,8 @@ class DeltaDecode:
         rS = cute.make_rmem_tensor((self.groups * self.group, self.columns), Float32)
         rS.fill(0.0)
         if const_expr(mS is not None):
-            self.load_state(rS, mS[n, head, None, None].iterator.toint(), v0, r, c)
-        self.store_state(rS, mF[n, head, None, None].iterator.toint(), v0, r, c)
+            self.load_state(rS, address_of(mS, n, head), v0, r, c)
+        self.store_state(rS, address_of(mF, n, head), v0, r, c)
 
     @cute.jit
     def clear(self, mO, mF, where, count):
@@ -376,7 +437,7 @@ class DeltaDecode:
                 rS.fill(0.0)
                 row = b * mO.shape[1] + t0 + t
                 r, c = lane // self.column_groups, lane % self.column_groups
-                self.store_state(rS, mF[row, head, None, None].iterator.toint(), v0, r, c)
+                self.store_state(rS, address_of(mF, row, head), v0, r, c)
 
     def column(self, lane):
         """The first column whose sums end in a lane, of `left` side by side; see `reduce_scatter`."""
@@ -513,18 +574,7 @@ class DeltaDecode:
         self.share(token, vectors, lane)
         _, d, v, beta, qk = token
         columns = range(self.columns)
-        # Chains of sums: those of the two row groups that a lane of a narrow warp's half as many row groups stands for.
-        chains = [[Float32(0.0)] * (2 * self.columns) for _ in range(self.chains)]
-        for group in range(self.groups):
-            # p = (d k)^T S;  r = (d q)^T S
-            k, q = (self.shared_part(vectors, which, group, r) for which in (0, 1))
-            chain = chains[group % self.chains]
-            for i in range(self.group):
-                for m in columns:
-                    x = self.element(rS, group * self.group + i, m)
-                    chain[m] = fma(k[i], x, chain[m])
-                    chain[self.columns + m] = fma(q[i], x, chain[self.columns + m])
-        sums = chains[0] if self.chains == 1 else [x + y for x, y in zip(*chains, strict=True)]
+        sums = self.lane_sums(rS, vectors, r)
         totals = [reduce_scatter(sums[i :: self.left], self.masks, lane) for i in range(self.left)]
         if not self.config.per_key:
             totals = [x * d for x in totals]
@@ -535,20 +585,49 @@ class DeltaDecode:
         deltas = [cute.arch.shuffle_sync(own[m % self.left], m // self.left * self.column_groups + c) for m in columns]
         return o, deltas
 
+    def lane_sums(self, rS, vectors, r):
+        """p, then r, of this lane's columns over its keys.
+
+        Chains of sums: those of the row groups of the narrowest warp that the lane stands for, added up as its lanes would. One after the
+        other: few are unfinished at a time.
+        """
+        return self.tree(lambda chain: self.chain(rS, vectors, chain, r))
+
+    def chain(self, rS, vectors, chain, r):
+        """p, then r, of this lane's columns over the keys of every `chains`th group."""
+        p, o = ([Float32(0.0)] * self.columns for _ in range(2))
+        for group in range(chain, self.groups, self.chains):
+            # p = (d k)^T S;  r = (d q)^T S
+            k, q = (self.shared_part(vectors, which, group, r) for which in (0, 1))
+            for i in range(self.group):
+                for m in range(self.columns):
+                    x = self.element(rS, group * self.group + i, m)
+                    p[m], o[m] = fma(k[i], x, p[m]), fma(q[i], x, o[m])
+        return p + o
+
+    def tree(self, chain_of, first=0, stride=1):
+        """The sum of all chains, the first half's to the second's at every step."""
+        if stride == self.chains:
+            return chain_of(first)
+        low = self.tree(chain_of, first, 2 * stride)
+        high = self.tree(chain_of, first + stride, 2 * stride)
+        return [x + y for x, y in zip(low, high, strict=True)]
+
     def update_vectors(self, vectors, d, group, r):
         """k and the decay of this lane's keys in one group."""
         k = self.shared_part(vectors, 2 if self.config.per_key else 0, group, r)
         return k, self.shared_part(vectors, 3, group, r) if self.config.per_key else [d] * self.group
 
-    def write_update(self, rS, mFinal, d, deltas, vectors, v0, r, c):
+    def write_update(self, rS, address, d, deltas, vectors, v0, r, c):
         """The state after the one token, stored as it is made."""
-        first = mFinal.iterator.toint() + self.first_element(v0, r, c) * (self.write_type.width // 8)
+        first = address + self.first_element(v0, r, c) * (self.write_type.width // 8)
+        policy = policy_of(self.traffic.written)
         for group in range(self.groups):
             k, decay = self.update_vectors(vectors, d, group, r)
             for offset, elements in self.runs_of(group):
                 # S = diag(d) S + k delta^T
                 self.store_run(
-                    first, offset,
+                    policy, first, offset,
                     [
                         fma(k[key % self.group], deltas[m], self.element(rS, key, m, True) * decay[key % self.group])
                         for key, m in elements
@@ -586,7 +665,8 @@ class DeltaDecode:
     def load_words(self, address, v0, r, c, valid=None):
         size = self.read_type.width // 8
         first = address + self.first_element(v0, r, c) * size
-        return [load_uncached(first, offset * size, 4, valid, early=True) for offset, _ in self.runs()]
+        policy = policy_of(self.traffic.read)
+        return [load_uncached(first, offset * size, 4, valid, early=True, policy=policy) for offset, _ in self.runs()]
 
     def load_state(self, rS, address, v0, r, c, valid=None):
         loaded = self.load_words(address, v0, r, c, valid)
@@ -596,13 +676,19 @@ class DeltaDecode:
 
     def store_state(self, rS, address, v0, r, c):
         first = address + self.first_element(v0, r, c) * (self.write_type.width // 8)
+        policy = policy_of(self.traffic.written)
         for offset, elements in self.runs():
-            self.store_run(first, offset, [rS[key, m] for key, m in elements])
+            self.store_run(policy, first, offset, [rS[key, m] for key, m in elements])
 
-    def store_run(self, first, offset, values):
+    def store_run(self, policy, first, offset, values):
         words = packed(self.write_type, values)
         for i in range(0, len(words), 4):
-            store_uncached(first, offset * (self.write_type.width // 8) + 4 * i, words[i : i + 4])
+            store_with(policy, first, offset * (self.write_type.width // 8) + 4 * i, words[i : i + 4])
+
+
+def address_of(states, slot, head):
+    """Where a slot's state of a head begins."""
+    return states[slot, head, None, None].iterator.toint()
 
 
 def dot(a, b):
@@ -613,8 +699,8 @@ def dot(a, b):
     return total
 
 
-def compile(config: DecodeConfig):
-    """The launch function for `config`.
+def compile(config: DecodeConfig, kernel=None):
+    """The launch function for `config`, of `kernel` (None: `DeltaDecode(config)`).
 
     `(q, k, v, g, beta, a_log | None, dt_bias | None, state | None, indices | None, accepted | None, cu_seqlens | None, out, final | None,
     scale, lower_bound, beta_limit)`: q, k [B, T, H, K]; v, out [B, T, HV, V]; g [B, T, HV, K] or [B, T, HV]; beta [B, T, HV] or
@@ -641,7 +727,7 @@ def compile(config: DecodeConfig):
     bias = cute.sym_int() if c.per_key else value_heads
     indices = (sequences, columns) if c.per_token else (sequences,)
     return cute.compile(
-        DeltaDecode(c),
+        DeltaDecode(c) if kernel is None else kernel,
         tensor(c.dtype, *keys, last=1),
         tensor(c.dtype, *keys, last=1),
         tensor(c.dtype, *values),

@@ -33,7 +33,7 @@ from ...tile.lanes import sum_lanes
 from ...tile.ptx import fma, load_shared, rsqrt, select
 from ...tile.uncached import load_if, store_uncached
 from ..config import DecodeConfig, LayerDecodeConfig
-from .delta_decode import COLUMNS, TYPES, WARPS, DeltaDecode, load_one_if, one, packed, unpacked
+from .delta_decode import COLUMNS, TYPES, WARPS, DeltaDecode, address_of, load_one_if, one, packed, unpacked
 
 
 class LayerDecode(DeltaDecode):
@@ -151,7 +151,7 @@ class LayerDecode(DeltaDecode):
         vectors = Int32(sVectors.iterator.toint()) + warp * (self.vectors * K * 4)
         (o,), deltas = self.sums(rS, token, vectors, lane, r, c)
         if const_expr(self.layer.final):
-            self.write_update(rS, mFinal[n, head, None, None], token[1], deltas, vectors, v0, r, c)
+            self.write_update(rS, address_of(mFinal, n, head), token[1], deltas, vectors, v0, r, c)
         # y = o / sqrt(mean(o^2) + eps) weight sigmoid(z), right in lanes 16 to 31
         square = sum_lanes(select(lane // 16, o * o, 0.0))
         if lane == 0:

@@ -11,12 +11,12 @@ For every sequence and value head, a state S [K, V] that is read, taken through 
 Neither sum over K needs delta, so a token takes one pass over the state, one reduction and one update. All arithmetic is fp32; states
 are rounded to their dtype only where they are written.
 
-Roles: a warp owns W = 16 or 32 columns of V of one head and keeps their K x W elements in registers, K W / 32 a lane (single tokens of
+Roles: a warp owns W = 16, 32 or 64 columns of V of one head and keeps their K x W elements in registers, K W / 32 a lane (single tokens of
 16-bit states: as they were read, two a register); warps share nothing, and a CTA is `warps` of them side by side. Lane = r * C + c holds,
 of every group of 4 (8) keys, those of row group r, and the columns of column group c:
 
     states [K, V], fp32      C = W / 4, 4 columns a lane; a load of the warp is 8 rows of 64 bytes, or 4 of 128
-    states [K, V], 16 bits   C = W / 8, 8 columns a lane; 16 rows of 32 bytes, or 8 of 64
+    states [K, V], 16 bits   C = W / 8, 8 columns a lane; 16 rows of 32 bytes, 8 of 64, or 4 of 128
     states [V, K]            C = 4, W / 4 columns a lane, groups of 4 (16 bits: 8) keys; 4 rows of 128 bytes
 
 All accesses of states are 16 bytes a lane (but stores of states in another dtype than they were read in). p and r are summed over row
@@ -32,9 +32,9 @@ multiprocessor, 96 KB of 16-bit ones) to keep the memory busy without any other 
 
 No sequence (a first slot below 0, or outside the pool): o is 0 and no state is written. Tokens after the last of packed sequences: o is 0.
 
-Constraints: K 64, 128 or 256 (128 with 32 columns a warp); V a multiple of W; states contiguous in their last two dimensions, q, k, g and
-dt_bias in their last, these at addresses that are multiples of K / 32 elements (at most 16 bytes), states at multiples of 16 bytes. A slot
-that one sequence of a launch writes must not be read by another.
+Constraints: K 64, 128 or 256 (at most 128 with more than 16 columns a warp); V a multiple of W; states contiguous in their last two
+dimensions, q, k, g and dt_bias in their last, these at addresses that are multiples of K / 32 elements (at most 16 bytes), states at
+multiples of 16 bytes. A slot that one sequence of a launch writes must not be read by another.
 """
 
 # mypy: ignore-errors

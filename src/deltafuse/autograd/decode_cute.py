@@ -62,16 +62,19 @@ def decode_config(
 def _layout(config: DecodeConfig, few: bool) -> tuple[int, int]:
     """Warps a CTA and columns of V a warp.
 
-    Few narrow warps spread over the multiprocessors. Of many, each is a CTA of its own, which makes way for the next one when it is done.
-    It reads rows of [K, V] in pieces of a line (32 columns of fp32), and no more of [V, K], whose rows of K are lines, than lets many
-    compute. Half lines (32 columns of 16 bits) want their other half soon: four such warps are a CTA.
+    Few narrow warps spread over the multiprocessors. Of many, single tokens' want whole lines of 128 bytes: 32 columns of fp32 or 64 of 16
+    bits of [K, V], two such warps a CTA where registers let few compute. [V, K] has whole lines anyway: 16 bits, which leave room for more
+    warps, do best with many of them.
     """
-    single = config.single and config.key_dim <= 128
-    if few or (single and config.state_v_first and config.state_dtype in ("bfloat16", "float16")):
+    packed = config.state_dtype in ("bfloat16", "float16")
+    wide = config.single and config.key_dim <= 128
+    if few or (wide and packed and config.state_v_first):
         return 1, COLUMNS
-    if not single or config.value_dim % (2 * COLUMNS):
+    if not wide or config.value_dim % (2 * COLUMNS):
         return 4, COLUMNS
-    return (4 if config.state_dtype in ("bfloat16", "float16") else 1), 2 * COLUMNS
+    if not packed:
+        return 1, 2 * COLUMNS
+    return (4, 2 * COLUMNS) if config.value_dim % (4 * COLUMNS) else (2, 4 * COLUMNS)
 
 
 def options_of(p: DeltaProblem) -> DeltaOptions:

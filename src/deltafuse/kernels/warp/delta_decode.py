@@ -93,9 +93,11 @@ def one(dtype, word):
 
 
 def half(dtype, word, which, again):
-    """One of a word's two numbers. `again`: by an instruction of its own, so that the compiler does not keep the first one's result."""
+    """One of a word's two numbers. `again`: by instructions of its own, so that the compiler does not keep the first one's result."""
     if dtype is BFloat16 and again:
         return asm(f"prmt.b32 $0, $1, 0, {0x3244 if which else 0x1044};", [Float32], [word], volatile=False)
+    if again:
+        return -unpack(dtype, asm("xor.b32 $0, $1, 0x80008000;", [Uint32], [word], volatile=False))[which]
     return unpack(dtype, word)[which]
 
 

@@ -301,39 +301,30 @@ def test_schedules_and_layouts_give_the_same_bits(T: int, state: torch.dtype) ->
             assert torch.equal(final, group[0][1])
 
 
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("state", [F32, BF])
+@pytest.mark.parametrize("form", ["plain", "in place", "pool", "tokens"])
 @pytest.mark.parametrize("v_first", [False, True])
-def test_traffic_changes_no_bit(v_first: bool, state: torch.dtype, pool: bool) -> None:
-    """States through a ring in shared memory, with L2 told what to fetch and what to keep, and as they usually travel."""
-    case = Case(B=4, HV=3, sizes=(128, 64), l2norm=True, gate="softplus", gate_dtype=BF, state=state, v_first=v_first)
+def test_fetching_ahead_changes_no_bit(v_first: bool, form: str) -> None:
+    """More heads than are fetched ahead: sequences end, and slots are none, where L2 is told of them; as narrow warps have it, unaware."""
+    case = Case(B=10, H=31, HV=31, sizes=(128, 128), l2norm=True, gate="softplus", gate_dtype=BF, v_first=v_first)
     t = replace(case.tensors(), initial_state=None)
-    indices = torch.tensor([5, -1, 2, 0], dtype=torch.int32) if pool else None
+    slots = [5, 10, 0, 3, -1, 6, 8, 2**33, -7, 2]
+    indices = {"pool": torch.tensor(slots), "tokens": torch.tensor(slots)[:, None]}.get(form)
+    states = case.states(10, F32)
     found = []
-    for name in ("usual", "ring", "told"):
-
-        def make(config: DecodeConfig, name: str = name) -> Any:
-            from deltafuse.kernels.warp import delta_decode, delta_decode_ring
-
-            if name == "ring":
-                return delta_decode_ring.compile(config, slots=3, grid=4)
-            traffic = delta_decode.Traffic(warps=8, read="first", written="first", ahead=3)
-            return delta_decode.compile(config, delta_decode.DeltaDecode(config, traffic) if name == "told" else None)
-
-        compiled = cache(make)
-        for seed in (0, 1):
-            states, out = case.states(6, state)[: 6 if pool else 4], nan_like(t.v)
-            ptxemu.setup(ARCH)
-            with ptxemu.emulate(ARCH, seed=seed, shuffle=bool(seed)):
-                decode_cute.launch(
-                    t, case.options(), state=states, final=states, store="last", out=out, indices=indices, arch=ARCH,
-                    load=lambda kernel, config, arch, get=compiled: kernels.need(arch, get, config), layout=(2, 32),
-                )  # fmt: skip
-            found.append((out, states))
+    for layout in ((1, 16), (1, 32)):
+        pool, out = states.clone(), nan_like(t.v)
+        final = nan_like(pool) if form == "plain" else pool
+        ptxemu.setup(ARCH)
+        with ptxemu.emulate(ARCH, seed=layout[1], shuffle=True):
+            decode_cute.launch(
+                t, case.options(), state=pool, final=final, store="tokens" if form == "tokens" else "last", out=out, indices=indices,
+                arch=ARCH, load=load, layout=layout,
+            )  # fmt: skip
+        found.append((out, final))
     assert not found[0][0].isnan().any()
-    for out, states in found[1:]:
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(states, found[0][1])
+    assert not torch.equal(found[0][1], states)
+    for narrow, wide_ in zip(*found, strict=True):
+        assert torch.equal(narrow, wide_)
 
 
 def test_a_later_token_changes_nothing_before_it(emulated) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from cutlass import Int32, Int64, Uint32
 
-from .ptx import asm, store_global
+from .ptx import asm
 
 _VECTOR = {1: "", 2: ".v2", 4: ".v4"}
 
@@ -48,11 +48,9 @@ def _load(name, address, offset, n, valid, policy=None):
     return out if n > 1 else [out]
 
 
-def policy_of(keeps):
-    """An L2 policy for `load_uncached` and `store_with`: "first" goes first where room is wanted, None where `keeps` is "normal"."""
-    if keeps == "normal":
-        return None
-    return asm(f"createpolicy.fractional.L2::evict_{keeps}.b64 $0, 1.0;", [Int64], [])
+def first_out():
+    """A policy for `load_uncached`: what is read goes first where L2 wants room."""
+    return asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", [Int64], [])
 
 
 def load_uncached(address, offset, n, valid=None, early=False, policy=None):
@@ -64,19 +62,6 @@ def store_uncached(address, offset, words):
     """The reverse of `load_uncached`."""
     n = len(words)
     asm(f"st.global.L1::no_allocate{_VECTOR[n]}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *words])
-
-
-def store_with(policy, address, offset, words):
-    """`store_global` with an L2 policy, None for the usual one."""
-    if policy is None:
-        store_global(address, offset, words)
-        return
-    n = len(words)
-    asm(
-        f"st.global.L2::cache_hint{_VECTOR[n]}.b32 [$0+{offset}], {_list(1, n)}, ${n + 1};",
-        [],
-        [Int64(address), *words, policy],
-    )
 
 
 def fetch_to_l2(address, size, valid):

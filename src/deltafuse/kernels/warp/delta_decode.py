@@ -26,22 +26,25 @@ its row group: 4 K floats a warp (k and q alone where d is a number: 2 K).
 
 Narrow warps spread few sequences over all multiprocessors; wide ones read whole lines of [K, V] and make d k, d q half as often.
 
-Timeline: slot | all loads of the state and of the first token | norms and gate | sums | reduction | update | stores; the next token's
-loads are issued before the sums. Nothing waits for another warp. There are enough warps in flight (up to 192 KB of fp32 states a
-multiprocessor, 96 KB of 16-bit ones) to keep the memory busy without any other pipeline.
+Timeline: slots | L2 is told of a later head's state | all loads of the state and of the first token | norms and gate | sums | reduction |
+update | stores; the next token's loads are issued before the sums. Nothing waits for another warp.
+
+A multiprocessor full of warps asks for up to 192 KB of fp32 states at once (96 KB of 16-bit ones), several times what hides the latency of
+memory. More in flight does not help: requests queue at the memory, reads among writes, and warps wait for the queue. So of fp32 states,
+where single tokens have wide warps, a multiprocessor holds `RESIDENT` bytes only (unused shared memory keeps more CTAs away), and a warp
+has L2 fetch what is read when all that are resident have been done: memory reads on while they compute and write, and the next ones' loads
+find their lines in L2. Those lines leave L2 first, since they are read once. Calls that the resident warps take at once fetch nothing.
 
 No sequence (a first slot below 0, or outside the pool): o is 0 and no state is written. Tokens after the last of packed sequences: o is 0.
 
-Constraints: K 64, 128 or 256 (at most 128 with more than 16 columns a warp); V a multiple of W; states contiguous in their last two
-dimensions, q, k, g and dt_bias in their last, these at addresses that are multiples of K / 32 elements (at most 16 bytes), states at
-multiples of 16 bytes. A slot that one sequence of a launch writes must not be read by another.
+Constraints: K 64, 128 or 256 (at most 128 with more than 16 columns a warp); V a multiple of W; W = 64 for single tokens of 16-bit states
+[K, V] alone; states contiguous in their last two dimensions, q, k, g and dt_bias in their last, these at addresses that are multiples of
+K / 32 elements (at most 16 bytes), states at multiples of 16 bytes. A slot that a sequence of a launch writes must not be read by another.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -50,8 +53,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile.gate import Gate, sigmoid
 from ...tile.lanes import reduce_scatter, sum_lanes
-from ...tile.ptx import asm, exp2, fma, load_shared, opaque, pack, rsqrt, store_shared, unpack
-from ...tile.uncached import fetch_to_l2, load_half_if, load_if, load_uncached, policy_of, store_with
+from ...tile.ptx import asm, exp2, fma, load_shared, opaque, pack, rsqrt, store_global, store_shared, unpack
+from ...tile.uncached import fetch_to_l2, first_out, load_half_if, load_if, load_uncached
 from ..config import DecodeConfig
 
 COLUMNS = 16
@@ -63,6 +66,12 @@ WARPS_PACKED = {16: 24, 32: 20, 64: 12, 128: 8}
 """The same for single tokens of 16-bit states, which need room for what is unpacked."""
 SHARED = 228 << 10
 """Shared memory of a multiprocessor; the driver takes 1 KB of it a CTA."""
+PADDED = 64 << 10
+"""What of it is given to CTAs that fetch ahead: the size that the driver picks for `carveout`."""
+RESIDENT = 96 << 10
+"""Bytes of states that a multiprocessor holds where L2 fetches those that come after them."""
+AHEAD = 115
+"""How far ahead that is, in percent of the states that all multiprocessors hold: CTAs do not end in the order in which they began."""
 L2NORM_EPS = 1e-6
 TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int32": Int32, "int64": Int64}
 
@@ -101,26 +110,11 @@ def half(dtype, word, which, again):
     return unpack(dtype, word)[which]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """How states travel; changes no result.
-
-    `warps` a multiprocessor at most (0: as many as registers let). `read`, `written`: what L2 does with lines of states: "normal", or
-    "first", to be evicted first. `ahead`: a CTA has L2 fetch what the CTA of so many heads later reads (0: nothing).
-    """
-
-    warps: int = 0
-    read: str = "normal"
-    written: str = "normal"
-    ahead: int = 0
-
-
 class DeltaDecode:
     """The kernel for one `DecodeConfig`."""
 
-    def __init__(self, config: DecodeConfig, traffic: Traffic = Traffic()) -> None:
+    def __init__(self, config: DecodeConfig) -> None:
         c = self.config = config
-        self.traffic = traffic
         if c.key_dim not in (64, 128, 256) or c.columns not in (16, 32, 64) or c.value_dim % c.columns:
             raise ValueError(
                 f"`config`: got {c}; allowed: key_dim 64, 128 or 256, columns 16, 32 or 64, value_dim a multiple of them"
@@ -138,6 +132,7 @@ class DeltaDecode:
         self.groups = c.key_dim // self.row_groups // self.group
         self.chains = 1 if c.state_v_first else self.left
         self.keeps_packed = c.single and bool(c.state_dtype) and self.read_type.width == 16
+        self.fetches_ahead = c.single and c.state_dtype == "float32" and c.columns == 2 * COLUMNS
         if c.columns == 4 * COLUMNS and (c.state_v_first or not self.keeps_packed):
             raise ValueError(f"`config`: got {c}; allowed: columns 64 for single tokens of 16-bit states [K, V]")
         self.own = c.key_dim // 32
@@ -166,7 +161,7 @@ class DeltaDecode:
         beta_limit: Float32,
         stream,
     ):
-        """Launch: a warp for a sequence, value head and 16 or 32 columns of V."""
+        """Launch: a warp for a sequence, value head and 16, 32 or 64 columns of V."""
         sequences = v.shape[0]
         if const_expr(cu_seqlens is not None):
             sequences = cu_seqlens.shape[0] - 1
@@ -191,19 +186,23 @@ class DeltaDecode:
         return max(25, -(-100 * self.blocks_a_multiprocessor * (self.shared_bytes + 1024) // SHARED))
 
     @property
+    def resident(self) -> int:
+        """Warps that a multiprocessor holds of those that fetch ahead."""
+        return max(1, RESIDENT // (4 * self.config.key_dim * self.config.columns))
+
+    @property
     def padding(self) -> int:
-        """Bytes of shared memory that keep a multiprocessor from holding more CTAs than `traffic` lets."""
-        blocks = self.traffic.warps // self.config.warps
-        if not blocks or blocks >= self.blocks_a_multiprocessor:
+        """Bytes of shared memory that keep a multiprocessor from holding more than `resident` warps."""
+        blocks = max(1, self.resident // self.config.warps)
+        if not self.fetches_ahead or blocks >= self.blocks_a_multiprocessor:
             return 0
-        return max(0, (64 << 10) // blocks - 1024 - self.shared_bytes) // 128 * 128
+        return max(0, PADDED // blocks - 1024 - self.shared_bytes) // 128 * 128
 
     @property
     def warps_a_multiprocessor(self) -> int:
         registers = self.groups * self.group * self.columns
         if self.keeps_packed:
-            most = WARPS_PACKED[registers // 2]
-            return max(most, self.traffic.warps) if self.config.columns == 64 else most
+            return WARPS_PACKED[registers // 2]
         kind = 0 if self.config.single else 2 if self.config.store in ("tokens", "each") else 1
         fits = WARPS[registers][kind]
         if registers == 128 and not self.config.per_key:
@@ -263,10 +262,14 @@ class DeltaDecode:
             tensors = (mQ, mK, mV, mG, mBeta, by_ratio)
             vectors = Int32(sVectors.iterator.toint()) + warp * (self.vectors * self.config.key_dim * 4)
             where = (b, t0, head, v0, lane)
-            slot = self.first_slot(mS, mIndices, mAccepted, n)
             states = (mS, mIndices, mO, mF)
-            if const_expr(self.traffic.ahead > 0 and mS is not None):
-                self.fetch_ahead(mS, mIndices, mAccepted, unit, v0, lane, self.sequences(mV, mCu), by_heads)
+            if const_expr(self.fetches_ahead):
+                later = unit + self.ahead()
+                later_n = Int32(later // by_heads)
+                slot, later_slot = self.first_slots(mS, mIndices, mAccepted, n, later_n, mV.shape[0])
+                self.fetch(mS, later_slot, later - later_n * mV.shape[2], v0, lane)
+            else:
+                slot = self.first_slot(mS, mIndices, mAccepted, n)
             if const_expr(self.config.single):
                 self.token(tensors, states, (mA, mBias, lower_bound), where, n, slot, vectors, scale, beta_limit)
             elif slot >= 0 and count > 0:
@@ -286,41 +289,58 @@ class DeltaDecode:
         """The slot that a sequence starts from; -1 where there is no sequence."""
         slot = n
         if const_expr(mIndices is not None):
-            slot = Int32(-1)
-            if const_expr(self.config.per_token):
-                column = Int32(0)
-                if const_expr(mAccepted is not None):
-                    column = cutlass.max(cutlass.min(Int32(mAccepted[n]), Int32(mIndices.shape[1])) - 1, Int32(0))
-                index = mIndices[n, column]
-            else:
-                index = mIndices[n]
-            if index >= 0 and index < mS.shape[0]:
-                slot = Int32(index)
+            slot = self.inside(self.first_index(mIndices, mAccepted, n), mS)
         return slot
 
-    def sequences(self, mV, mCu):
-        return Int32(mV.shape[0] if mCu is None else mCu.shape[0] - 1)
+    @cute.jit
+    def first_index(self, mIndices, mAccepted, n):
+        """What the indices say of `first_slot`."""
+        if const_expr(self.config.per_token):
+            column = Int32(0)
+            if const_expr(mAccepted is not None):
+                column = cutlass.max(cutlass.min(Int32(mAccepted[n]), Int32(mIndices.shape[1])) - 1, Int32(0))
+            index = mIndices[n, column]
+        else:
+            index = mIndices[n]
+        return index
 
     @cute.jit
-    def fetch_ahead(self, mS, mIndices, mAccepted, unit, v0, lane, sequences, by_heads):
-        """This warp's share of the state that the CTAs `ahead` heads on read: as many bytes as its columns have, in either layout."""
-        later = unit + self.traffic.ahead
-        n = Int32(later // by_heads)
-        if n < sequences:
-            slot = self.first_slot(mS, mIndices, mAccepted, n)
-            if slot >= 0:
-                size = self.config.key_dim * self.read_type.width // 8
-                address = address_of(mS, slot, later - n * mS.shape[1]) + v0 * size
-                fetch_to_l2(address, self.config.columns * size, lane == 0)
+    def inside(self, index, states):
+        """The slot of an index; -1 where the states have none."""
+        slot = Int32(-1)
+        if index >= 0 and index < states.shape[0]:
+            slot = Int32(index)
+        return slot
+
+    @cute.jit
+    def first_slots(self, mS, mIndices, mAccepted, n, later, sequences):
+        """`first_slot` of sequences n and `later`, -1 where the latter is none of them; neither index waits for the other."""
+        slot, later_slot = n, cutlass.min(later, Int32(sequences) - 1)
+        if const_expr(mIndices is not None):
+            index, later_index = (self.first_index(mIndices, mAccepted, i) for i in (n, later_slot))
+            slot, later_slot = self.inside(index, mS), self.inside(later_index, mS)
+        if later >= sequences:
+            later_slot = Int32(-1)
+        return slot, later_slot
+
+    def ahead(self):
+        """How many heads after its own a CTA has L2 fetch a state."""
+        warps = 100 * self.config.warps * self.blocks_a_head
+        return Int32(cute.arch.nsmid()) * (self.resident * AHEAD) // warps
+
+    @cute.jit
+    def fetch(self, mS, slot, head, v0, lane):
+        """This warp's share of a later head's state into L2: as many bytes as its columns have, in either layout."""
+        if slot >= 0:
+            size = self.config.key_dim * self.read_type.width // 8
+            fetch_to_l2(address_of(mS, slot, head) + v0 * size, self.config.columns * size, lane == 0)
 
     @cute.jit
     def token_slot(self, mIndices, mF, n, t, count):
         """The slot of a sequence's token t; -1 where it has none."""
         slot = Int32(-1)
         if t < count and t < mIndices.shape[1]:
-            index = mIndices[n, t]
-            if index >= 0 and index < mF.shape[0]:
-                slot = Int32(index)
+            slot = self.inside(mIndices[n, t], mF)
         return slot
 
     @cute.jit
@@ -623,13 +643,12 @@ class DeltaDecode:
     def write_update(self, rS, address, d, deltas, vectors, v0, r, c):
         """The state after the one token, stored as it is made."""
         first = address + self.first_element(v0, r, c) * (self.write_type.width // 8)
-        policy = policy_of(self.traffic.written)
         for group in range(self.groups):
             k, decay = self.update_vectors(vectors, d, group, r)
             for offset, elements in self.runs_of(group):
                 # S = diag(d) S + k delta^T
                 self.store_run(
-                    policy, first, offset,
+                    first, offset,
                     [
                         fma(k[key % self.group], deltas[m], self.element(rS, key, m, True) * decay[key % self.group])
                         for key, m in elements
@@ -667,7 +686,7 @@ class DeltaDecode:
     def load_words(self, address, v0, r, c, valid=None):
         size = self.read_type.width // 8
         first = address + self.first_element(v0, r, c) * size
-        policy = policy_of(self.traffic.read)
+        policy = first_out() if self.fetches_ahead else None
         return [load_uncached(first, offset * size, 4, valid, early=True, policy=policy) for offset, _ in self.runs()]
 
     def load_state(self, rS, address, v0, r, c, valid=None):
@@ -678,14 +697,13 @@ class DeltaDecode:
 
     def store_state(self, rS, address, v0, r, c):
         first = address + self.first_element(v0, r, c) * (self.write_type.width // 8)
-        policy = policy_of(self.traffic.written)
         for offset, elements in self.runs():
-            self.store_run(policy, first, offset, [rS[key, m] for key, m in elements])
+            self.store_run(first, offset, [rS[key, m] for key, m in elements])
 
-    def store_run(self, policy, first, offset, values):
+    def store_run(self, first, offset, values):
         words = packed(self.write_type, values)
         for i in range(0, len(words), 4):
-            store_with(policy, first, offset * (self.write_type.width // 8) + 4 * i, words[i : i + 4])
+            store_global(first, offset * (self.write_type.width // 8) + 4 * i, words[i : i + 4])
 
 
 def address_of(states, slot, head):
@@ -701,8 +719,8 @@ def dot(a, b):
     return total
 
 
-def compile(config: DecodeConfig, kernel=None):
-    """The launch function for `config`, of `kernel` (None: `DeltaDecode(config)`).
+def compile(config: DecodeConfig):
+    """The launch function for `config`.
 
     `(q, k, v, g, beta, a_log | None, dt_bias | None, state | None, indices | None, accepted | None, cu_seqlens | None, out, final | None,
     scale, lower_bound, beta_limit)`: q, k [B, T, H, K]; v, out [B, T, HV, V]; g [B, T, HV, K] or [B, T, HV]; beta [B, T, HV] or
@@ -729,7 +747,7 @@ def compile(config: DecodeConfig, kernel=None):
     bias = cute.sym_int() if c.per_key else value_heads
     indices = (sequences, columns) if c.per_token else (sequences,)
     return cute.compile(
-        DeltaDecode(c) if kernel is None else kernel,
+        DeltaDecode(c),
         tensor(c.dtype, *keys, last=1),
         tensor(c.dtype, *keys, last=1),
         tensor(c.dtype, *values),

@@ -25,12 +25,12 @@ c_b = 0 where the block's H are within -120 .. 30 and the type is bf16: rows and
 c_b = t_b, all factors are at most 1, and the own block is done by `own_blocks_exactly`. Between blocks, sums decay in the
 accumulators: after the products with a block they are multiplied by a vector over columns (`powers`).
 
-Registers. Lane 4 r + t has, of rows r and r + 8, columns 16 c + 4 t .. + 3 of the warp's 64, c = 0 .. 3: whole sectors of global
-memory. Tile u = 0, 1 of the products over these 16 columns ("group" c) has columns 4 t + 2 u, + 1 as its 2 t, 2 t + 1, so that
-accumulators are these elements. Products and what follows are done group by group; dq and dk wait in the io type, times the
-factors that keep them in its range, for what the norm takes away. The gate goes the other way, a lane has 2 columns of the block's
-16 rows, and crosses over through shared memory: H on the way in, dG on the way out. A row's two 64-byte halves of every 128 change
-places in odd rows, so that both ways are free of bank conflicts.
+Registers. Lane 4 r + t has, of rows r and r + 8, columns 32 p + 8 t .. + 7 of the warp's 64 for p = 0, 1: 16 bytes of the io type, which
+is what a load or store takes. "Group" c is half of that, columns 32 (c / 2) + 8 t + 4 (c % 2) .. + 3 of all t. Tile u = 0, 1 of the
+products over these 16 columns has the lane's columns 2 u, 2 u + 1 as its 2 t, 2 t + 1, so that accumulators are these elements. Products
+and what follows are done group by group; dq and dk wait in the io type, times the factors that keep them in its range, for what the norm
+takes away. The gate goes the other way, a lane has 2 columns of the block's 16 rows, and crosses over through shared memory: H on the way
+in, dG on the way out. In odd rows neighbouring 16 bytes change places, so that both ways are free of bank conflicts.
 
 Registers are short: nothing may be spilled where blocks fit, since a stack of all CTAs is as large as L2. Loads are `early`, where
 nothing would wait for them otherwise, and addresses are made anew rather than kept. q, k and the raw gate come a second time from L2.
@@ -70,7 +70,7 @@ from ...tile.gate import sigmoid
 from ...tile.gate_gradient import sigmoid_slope
 from ...tile.lanes import sum_lanes
 from ...tile.levels import meeting_factors, only_level
-from ...tile.matrices import load_transposed
+from ...tile.matrices import load, load_transposed, store
 from ...tile.mma import mma_16bit
 from ...tile.ptx import (
     as_float,
@@ -254,8 +254,8 @@ class KdaIntra(GateSide):
         inner = (x.mine * self.K + x.column) * 2
         x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
         x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
-        for c in cutlass.range_constexpr(4):
-            self.columns(x, c)
+        for p in cutlass.range_constexpr(2):
+            self.columns(x, p)
         cute.arch.sync_warp()
         x = self.afresh(x)
         # What the rest needs is on its way before the barrier.
@@ -286,22 +286,22 @@ class KdaIntra(GateSide):
         """Addresses in shared memory of this lane's elements: by rows (r, r + 8; 4 columns of a group) and by columns (2 and 16 rows)."""
         x.r, x.t = x.lane >> 2, x.lane & 3
         x.mine = 16 * x.block + x.r
-        x.column, x.gate_column = 64 * x.half + 4 * x.t, 64 * x.half + 2 * x.lane
+        x.column, x.gate_column = 64 * x.half + 8 * x.t, 64 * x.half + 2 * x.lane
         by_rows, by_columns = x.column * 4, x.gate_column * 4
         x.sBlockH = x.sAll + self.at_h + 16 * x.block * self.h_row + by_rows
         x.sH = self.row_of_gate(x, x.r)
         x.sGate = x.sAll + self.at_h + 16 * x.block * self.h_row + by_columns
-        x.sOddGate = x.sGate ^ 64
+        x.sOddGate = x.sGate ^ 16
         x.sVectors = x.sAll + self.at_vectors + by_rows
         x.sOwn = x.sVectors + x.block * self.vector
         x.sOwnGate = x.sAll + self.at_vectors + x.block * self.vector + by_columns
         x.sRows = x.sAll + self.at_beta + x.mine * 4
-        # Of the images: blocks and transposed blocks of the block's rows or columns. Of the operands: B operands, and this lane's elements.
+        # Of the images: blocks and transposed blocks of the block's rows or columns. Of the operands: B operands, and the warp's own rows.
         x.sBlocks = blocks.block_address(x.sAll, x.lane) + x.block * blocks.ROWS
         x.sTransposed = blocks.transposed_address(x.sAll, x.lane) ^ (32 * x.block)
         sOperands = x.sAll + self.at_operands + x.half * panel.BYTES
         x.sColumns = blocks.block_address(sOperands, x.lane)
-        x.sMine = sOperands + panel.vector_offset(x.mine, 0) + 4 * x.t
+        x.sMine = x.sColumns + x.block * blocks.ROWS
 
     def afresh(self, x):
         """x with addresses made anew: they would take registers from here to there."""
@@ -312,8 +312,8 @@ class KdaIntra(GateSide):
         return x
 
     def row_of_gate(self, x, row):
-        """Address of H and dG of group 0 in a row of the block; `^ (64 * c)` makes it that of group c."""
-        return (x.sBlockH + row * self.h_row) ^ (64 * (row & 1))
+        """Address of H and dG of group 0 in a row of the block; `^ at_group(c, 4)` makes it that of group c."""
+        return (x.sBlockH + row * self.h_row) ^ (16 * (row & 1))
 
     def row_addresses(self, mX, x, head, size):
         """Of this lane's first column in its two rows; behind the end, in the last row."""
@@ -323,7 +323,7 @@ class KdaIntra(GateSide):
 
     def at_group(self, c, size):
         """Offset of this lane's 4 columns of group c."""
-        return 16 * c * size
+        return (32 * (c // 2) + 4 * (c % 2)) * size
 
     def vector_of(self, address, row, c):
         """This lane's columns of a row of the table of vectors."""
@@ -331,7 +331,7 @@ class KdaIntra(GateSide):
 
     def sums_of_gate(self, x, h, c):
         """H in row r + 8 h."""
-        return load_shared(x.sH ^ (64 * c), 8 * h * self.h_row, 4)
+        return load_shared(x.sH ^ self.at_group(c, 4), 8 * h * self.h_row, 4)
 
     def scalars_of(self, x, which):
         """Of rows r, r + 8."""
@@ -358,19 +358,23 @@ class KdaIntra(GateSide):
         prefetch(mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(x.tid * 128))
 
     def load_rows(self, x, mX):
-        """This lane's words of q or k: [c][row r, row r + 8][2]."""
+        """This lane's words of q or k: [pair of groups][row r, row r + 8][4]."""
         addresses = self.row_addresses(mX, x, x.key_head, 2)
-        return [[load_global(a, self.at_group(c, 2), 2, early=True) for a in addresses] for c in range(4)]
+        return [[load_global(a, self.at_group(2 * p, 2), 4, early=True) for a in addresses] for p in range(2)]
 
-    def load_gradients(self, x, c):
-        """This lane's words of group c of dkg, dqg, dkd and dGi: [which][row r, row r + 8]."""
-        out = []
+    def group_of(self, words, c, h):
+        """The words of group c in row r + 8 h, of those of pairs."""
+        return words[c // 2][h][2 * (c % 2) :][:2]
+
+    def load_gradients(self, x, p):
+        """This lane's words of pair p of groups, of dkg, dqg and dkd: [which][row r, row r + 8][4]."""
         # The first to be used goes first.
-        for which in (2, 0, 1):
-            at = which * (CHUNK * self.K * 2) + self.at_group(c, 2)
-            out.append([load_uncached(x.aD, at + h * (8 * self.K * 2), 2, early=True) for h in range(2)])
-        out.append([load_uncached(x.aGi, h * (8 * self.K * 4) + self.at_group(c, 4), 4, early=True) for h in range(2)])
-        return out
+        places = [which * (CHUNK * self.K * 2) + self.at_group(2 * p, 2) for which in (2, 0, 1)]
+        return [[load_uncached(x.aD, at + h * (8 * self.K * 2), 4, early=True) for h in range(2)] for at in places]
+
+    def load_known(self, x, c):
+        """What is known of dG in group c: [row r, row r + 8][4]."""
+        return [load_global(x.aGi, h * (8 * self.K * 4) + self.at_group(c, 4), 4, Float32, early=True) for h in range(2)]
 
     def raw_beta(self, x, mBeta):
         """Row `tid`, behind the end the last one."""
@@ -450,57 +454,67 @@ class KdaIntra(GateSide):
     def share_operands(self, x, words_q, words_k, scalars, c):
         """Group c of q 2^(H + S), k 2^(c_b - H - S) and beta k 2^(H + S) to their panels, each tile's columns a vector."""
         column = self.vector_of(x.sOwn, COLUMN, c)
+        words = {operand: [None] * 4 for operand in (OF_Q, OF_K, OF_BETA)}
         for h in range(2):
             H = self.sums_of_gate(x, h, c)
             up = [exp2(a + self.shift) for a in H]
-            q, k = (self.numbers(w[c][h]) for w in (words_q, words_k))
-            operands = {
+            q, k = (self.numbers(self.group_of(w, c, h)) for w in (words_q, words_k))
+            values = {
                 OF_Q: [a * b * scalars[SCALE_Q][h] for a, b in zip(q, up, strict=True)],
                 OF_K: [a * scalars[NORM_K][h] * exp2(b - d) for a, b, d in zip(k, column, H, strict=True)],
                 OF_BETA: [a * b * scalars[BETA_K][h] for a, b in zip(k, up, strict=True)],
             }
-            for operand, values in operands.items():
-                for u, word in enumerate(self.packed(values)):
-                    to = x.sMine ^ (16 * (2 * c + u))
-                    store_shared(to, operand * self.operand_bytes + 8 * h * panel.ROW, [word])
+            for operand in words:
+                words[operand][h::2] = self.packed(values[operand])
+        for operand in words:
+            store(self.own_tiles(x, operand, c), words[operand])
+
+    def own_tiles(self, x, operand, c):
+        """A lane's address of the block's rows in the two tiles of group c."""
+        return (x.sMine ^ (32 * c)) + operand * self.operand_bytes
 
     # ---- products ------------------------------------------------------------------------------------------------------------------
-    def columns(self, x, c):
-        """Group c, of which a lane has 4 consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
+    def columns(self, x, p):
+        """Pair p of groups, of which a lane has 8 consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
 
-        A pair i >= j adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
+        A pair i >= j of rows adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
         cancel in the sum over rows.
         """
-        # No load moves up to where the group before needs the registers, and H is read before dG takes its place.
+        # No load moves up to where the pair before needs the registers, and H is read before dG takes its place.
         cute.arch.sync_warp()
-        given = self.load_gradients(x, c)
-        rK, rX, rG, rDq, rDk = (cute.make_rmem_tensor((2, 4), Float32) for _ in range(5))
-        self.later_blocks(x, rDk, c)
-        self.earlier_blocks(x, rDq, rX, c)
-        self.apply_powers(x, given, rK, rX, rDq, rDk, rG, c)
-        self.add_exact(x, (rDq, rX, rDk, rG), rK, c)
-        self.finish_group(x, rK, rX, rDq, rDk, rG, c)
+        given = self.load_gradients(x, p)
+        for g in range(2):
+            c = 2 * p + g
+            known = self.load_known(x, c)
+            sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(5)]
+            self.later_blocks(x, sums[EXACT_Z], c)
+            self.earlier_blocks(x, sums[EXACT_Y], sums[EXACT_X], c)
+            self.apply_powers(x, given, known, sums, c)
+            self.add_exact(x, sums, c)
+            self.finish_group(x, sums, c)
 
     @cute.jit
-    def add_exact(self, x, sums, rK, c: cutlass.Constexpr):
+    def add_exact(self, x, sums, c: cutlass.Constexpr):
         """The own block's part where it did not fit, and k, which the operand may have lost."""
         if not x.fits:
             for h in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(4):
                     for kind, r in enumerate(sums):
-                        r[h, e] = r[h, e] + x.rExact[kind, h, 4 * c + e]
-                    rK[h, e] = x.rExact[EXACT_K, h, 4 * c + e]
+                        given = x.rExact[kind, h, 4 * c + e]
+                        r[h, e] = given if const_expr(kind == EXACT_K) else r[h, e] + given
 
-    def apply_powers(self, x, given, rK, rX, rDq, rDk, rG, c):
+    def apply_powers(self, x, given, known, sums, c):
         """From sums over blocks to Y + 2^G dqg, X and Z + 2^(G_C - G) dkg - 2^G dkd, dG; k and the sum q . dq."""
+        rDq, rX, rDk, rG, rK = sums
         column, after, before = (self.vector_of(x.sOwn, row, c) for row in (COLUMN, AFTER, BEFORE))
+        own = [self.own_operand(x, operand, c) for operand in (OF_Q, OF_K, OF_BETA)]
         for h in range(2):
-            q, k, beta_k = (self.own_operand(x, operand, h, c) for operand in (OF_Q, OF_K, OF_BETA))
-            dkg, dqg, dkd = (self.numbers(w[h]) for w in given[:3])
+            q, k, beta_k = (numbers[h] for numbers in own)
+            dkg, dqg, dkd = (self.numbers(w[h][2 * (c % 2) :][:2]) for w in given)
             for e, H in enumerate(self.sums_of_gate(x, h, c)):
                 up, down = exp2(H + self.shift), exp2(column[e] - H)
                 dq = fma(dqg[e], before[e], rDq[h, e])
-                lost = fma(-k[e], rDk[h, e], as_float(given[3][h][e]))
+                lost = fma(-k[e], rDk[h, e], known[h][e])
                 rG[h, e] = fma(beta_k[e], rX[h, e], fma(q[e], rDq[h, e], lost))
                 rDk[h, e] = fma(-dkd[e], up * before[e], fma(dkg[e], after[e], rDk[h, e]) * down)
                 rDq[h, e] = dq * up
@@ -509,14 +523,15 @@ class KdaIntra(GateSide):
                 if self.config.l2norm:
                     x.rSums[OF_Q, h] = fma(q[e], dq, x.rSums[OF_Q, h])
 
-    def finish_group(self, x, rK, rX, rDq, rDk, rG, c):
+    def finish_group(self, x, sums, c):
         """Sums over rows, dG, and the words of dq and dk."""
+        rDq, rX, rDk, rG, rK = sums
         beta, scale_q, norm_k = (self.scalars_of(x, which) for which in (BETA, SCALE_Q, NORM_K))
         for h in range(2):
             if self.config.a_log and self.config.gate == "softplus":
                 for e, H in enumerate(self.sums_of_gate(x, h, c)):
                     x.rALog[0] = fma(rG[h, e], H, x.rALog[0])
-            store_shared(x.sH ^ (64 * c), 8 * h * self.h_row, [rG[h, e] for e in range(4)])
+            store_shared(x.sH ^ self.at_group(c, 4), 8 * h * self.h_row, [rG[h, e] for e in range(4)])
             dq, dk = [], []
             for e in range(4):
                 d = fma(beta[h], rX[h, e], rDk[h, e])
@@ -529,19 +544,18 @@ class KdaIntra(GateSide):
                 for n, word in enumerate(self.packed(values)):
                     to[c, h, n] = word
 
-    def own_operand(self, x, operand, h, c):
-        """This lane's numbers of an operand, as they were rounded, in row r + 8 h."""
-        places = [x.sMine ^ (16 * (2 * c + u)) for u in range(2)]
-        offset = operand * self.operand_bytes + 8 * h * panel.ROW
-        return self.numbers([load_shared(p, offset, 1, Uint32)[0] for p in places])
+    def own_operand(self, x, operand, c):
+        """This lane's numbers of an operand, as they were rounded, in rows r, r + 8."""
+        words = load(self.own_tiles(x, operand, c))
+        return [self.numbers(words[h::2]) for h in range(2)]
 
-    def add_products(self, x, pairs, operand, p, c):
-        """Each (sums, A) of `pairs`: sums += A times rows 16p .. + 15 of an operand."""
-        b = load_transposed((x.sColumns ^ (32 * c)) + p * blocks.ROWS + operand * self.operand_bytes)
+    def add_products(self, x, pairs, operand, b, c):
+        """Each (sums, A) of `pairs`: sums += A times rows 16b .. + 15 of an operand."""
+        right = load_transposed((x.sColumns ^ (32 * c)) + b * blocks.ROWS + operand * self.operand_bytes)
         for sums, a in pairs:
             for u in range(2):
-                places = [(0, 2 * u), (0, 2 * u + 1), (1, 2 * u), (1, 2 * u + 1)]
-                product = mma_16bit(self.dtype, a, b[2 * u : 2 * u + 2], [sums[place] for place in places])
+                places = [(h, 2 * u + e) for h in range(2) for e in range(2)]
+                product = mma_16bit(self.dtype, a, right[2 * u : 2 * u + 2], [sums[place] for place in places])
                 for place, f in zip(places, product, strict=True):
                     sums[place] = f
 
@@ -558,36 +572,36 @@ class KdaIntra(GateSide):
         """Y and X but for the rows' factors, from the blocks before and, where it fits, the own one."""
         rY.fill(0.0)
         rX.fill(0.0)
-        for p in cutlass.range(x.block, unroll=1):
-            self.earlier_block(x, rY, rX, p, c)
-            self.decay(x, (rY, rX), LAST + p + (LINK - LAST) * Int32(p + 1 < x.block), c)
+        for b in cutlass.range(x.block, unroll=1):
+            self.earlier_block(x, rY, rX, b, c)
+            self.decay(x, (rY, rX), LAST + b + (LINK - LAST) * Int32(b + 1 < x.block), c)
         if x.fits:
             self.earlier_block(x, rY, rX, x.block, c)
 
-    def earlier_block(self, x, rY, rX, p, c):
-        da = blocks.load_block(x.sBlocks ^ (32 * p))
-        dl = blocks.load_block((x.sBlocks ^ (32 * p)) + panel.BYTES)
-        self.add_products(x, ((rY, da), (rX, dl)), OF_K, p, c)
+    def earlier_block(self, x, rY, rX, b, c):
+        da = blocks.load_block(x.sBlocks ^ (32 * b))
+        dl = blocks.load_block((x.sBlocks ^ (32 * b)) + panel.BYTES)
+        self.add_products(x, ((rY, da), (rX, dl)), OF_K, b, c)
 
     @cute.jit
     def later_blocks(self, x, rZ, c):
         """Z but for the columns' factors, from the blocks behind and, where it fits, the own one."""
         rZ.fill(0.0)
         for n in cutlass.range(3 - x.block, unroll=1):
-            p = 3 - n
-            self.later_block(x, rZ, p, c)
-            row = LATER + p - 2
-            if p - 1 == x.block:
+            b = 3 - n
+            self.later_block(x, rZ, b, c)
+            row = LATER + b - 2
+            if b - 1 == x.block:
                 row = LAST + x.block
             self.decay(x, (rZ,), row, c)
         if x.fits:
             self.later_block(x, rZ, x.block, c)
 
-    def later_block(self, x, rZ, p, c):
-        da = load_transposed(x.sTransposed + p * blocks.ROWS)
-        dl = load_transposed(x.sTransposed + p * blocks.ROWS + panel.BYTES)
-        self.add_products(x, ((rZ, da),), OF_Q, p, c)
-        self.add_products(x, ((rZ, dl),), OF_BETA, p, c)
+    def later_block(self, x, rZ, b, c):
+        da = load_transposed(x.sTransposed + b * blocks.ROWS)
+        dl = load_transposed(x.sTransposed + b * blocks.ROWS + panel.BYTES)
+        self.add_products(x, ((rZ, da),), OF_Q, b, c)
+        self.add_products(x, ((rZ, dl),), OF_BETA, b, c)
 
     # ---- own block, the exact way --------------------------------------------------------------------------------------------------
     @cute.jit
@@ -648,7 +662,7 @@ class KdaIntra(GateSide):
 
     def level_operands(self, x, rQ, rK, level, c):
         """2^|H - H_ref|; with it, words of s q, k and beta k of rows r, r + 8."""
-        f = [meeting_factors(lambda row: self.row_of_gate(x, row) ^ (64 * c), x.r + 8 * h, level) for h in range(2)]
+        f = [meeting_factors(lambda row: self.row_of_gate(x, row) ^ self.at_group(c, 4), x.r + 8 * h, level) for h in range(2)]
         words = []
         for r, s in ((rQ, [1.0, 1.0]), (rK, [1.0, 1.0]), (rK, self.scalars_of(x, BETA))):
             words.append([self.packed([r[h, e] * s[h] * f[h][e] for e in range(4)]) for h in range(2)])
@@ -670,7 +684,8 @@ class KdaIntra(GateSide):
     def put_squares(self, x, operand, words):
         """|x|^2 over the warp's columns: the diagonal of x x^T, of which lane (r, r / 2) has elements of rows r, r + 8."""
         own = [[Float32(0.0)] * 4 for _ in range(2)]
-        for rows in words:
+        for c in range(4):
+            rows = [self.group_of(words, c, h) for h in range(2)]
             a = (rows[0][0], rows[1][0], rows[0][1], rows[1][1])
             own = [mma_16bit(self.dtype, a, rows[h], own[h]) for h in range(2)]
         squares = [select(x.r % 2, own[h][2 * h + 1], own[h][2 * h]) for h in range(2)]
@@ -700,18 +715,20 @@ class KdaIntra(GateSide):
     @cute.jit
     def write_rows(self, x, mOut, words, raw, which, norm):
         """dq or dk: d - norm^2 (x . d) x of the raw rows x, where (x . d) has its own factor already."""
-        size = const_expr(4 if self.config.grouped else 2)
+        # Groups a store has: 16 bytes are a pair's numbers of the io type.
+        size, per = const_expr((4, 1) if self.config.grouped else (2, 2))
         to = self.row_addresses(mOut, x, x.head, size)
         for h in cutlass.range_constexpr(2):
             if const_expr(self.config.l2norm):
                 n = self.scalars_of(x, norm)[h]
                 back = -n * n * self.get_row_sums(x, which)[h]
-            for c in cutlass.range_constexpr(4):
-                out = [words[c, h, n] for n in range(2)]
+            for c in cutlass.range_constexpr(0, 4, per):
+                out = [words[c + g, h, n] for g in range(per) for n in range(2)]
                 if const_expr(self.config.l2norm or self.config.grouped):
                     out = self.numbers(out)
                 if const_expr(self.config.l2norm):
-                    out = [fma(back, f, d) for f, d in zip(self.numbers(raw[c][h]), out, strict=True)]
+                    own = [f for g in range(per) for f in self.numbers(self.group_of(raw, c + g, h))]
+                    out = [fma(back, f, d) for f, d in zip(own, out, strict=True)]
                 if const_expr(self.config.l2norm and not self.config.grouped):
                     out = self.packed(out)
                 store_global_if(to[h] + Int64(self.at_group(c, size)), out, x.mine + 8 * h < x.rows)

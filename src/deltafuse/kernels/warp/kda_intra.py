@@ -73,7 +73,6 @@ from ...tile.levels import meeting_factors, only_level
 from ...tile.matrices import load, load_transposed, store
 from ...tile.mma import mma_16bit
 from ...tile.ptx import (
-    as_float,
     asm,
     exp2,
     fma,
@@ -374,7 +373,9 @@ class KdaIntra(GateSide):
 
     def load_known(self, x, c):
         """What is known of dG in group c: [row r, row r + 8][4]."""
-        return [load_global(x.aGi, h * (8 * self.K * 4) + self.at_group(c, 4), 4, Float32, early=True) for h in range(2)]
+        return [
+            load_global(x.aGi, h * (8 * self.K * 4) + self.at_group(c, 4), 4, Float32, early=True) for h in range(2)
+        ]
 
     def raw_beta(self, x, mBeta):
         """Row `tid`, behind the end the last one."""
@@ -483,11 +484,15 @@ class KdaIntra(GateSide):
         # No load moves up to where the pair before needs the registers, and H is read before dG takes its place.
         cute.arch.sync_warp()
         given = self.load_gradients(x, p)
+        rZ = cute.make_rmem_tensor((2, 8), Float32)
+        self.later_blocks(x, rZ, p)
         for g in range(2):
             c = 2 * p + g
             known = self.load_known(x, c)
             sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(5)]
-            self.later_blocks(x, sums[EXACT_Z], c)
+            for h in range(2):
+                for e in range(4):
+                    sums[EXACT_Z][h, e] = rZ[h, 4 * g + e]
             self.earlier_blocks(x, sums[EXACT_Y], sums[EXACT_X], c)
             self.apply_powers(x, given, known, sums, c)
             self.add_exact(x, sums, c)
@@ -549,23 +554,25 @@ class KdaIntra(GateSide):
         words = load(self.own_tiles(x, operand, c))
         return [self.numbers(words[h::2]) for h in range(2)]
 
-    def add_products(self, x, pairs, operand, b, c):
-        """Each (sums, A) of `pairs`: sums += A times rows 16b .. + 15 of an operand."""
-        right = load_transposed((x.sColumns ^ (32 * c)) + b * blocks.ROWS + operand * self.operand_bytes)
-        for sums, a in pairs:
-            for u in range(2):
-                places = [(h, 2 * u + e) for h in range(2) for e in range(2)]
-                product = mma_16bit(self.dtype, a, right[2 * u : 2 * u + 2], [sums[place] for place in places])
-                for place, f in zip(places, product, strict=True):
-                    sums[place] = f
+    def add_products(self, x, pairs, operand, b, groups):
+        """Each (sums, A) of `pairs`: sums += A times rows 16b .. + 15 of an operand, in columns of some groups."""
+        for g, c in enumerate(groups):
+            right = load_transposed((x.sColumns ^ (32 * c)) + b * blocks.ROWS + operand * self.operand_bytes)
+            for sums, a in pairs:
+                for u in range(2):
+                    places = [(h, 4 * g + 2 * u + e) for h in range(2) for e in range(2)]
+                    product = mma_16bit(self.dtype, a, right[2 * u : 2 * u + 2], [sums[place] for place in places])
+                    for place, f in zip(places, product, strict=True):
+                        sums[place] = f
 
-    def decay(self, x, tensors, row, c):
+    def decay(self, x, tensors, row, groups):
         """Multiply by a row of the table of vectors."""
-        f = self.vector_of(x.sVectors, row, c)
-        for r in tensors:
-            for h in range(2):
-                for e in range(4):
-                    r[h, e] = r[h, e] * f[e]
+        for g, c in enumerate(groups):
+            f = self.vector_of(x.sVectors, row, c)
+            for r in tensors:
+                for h in range(2):
+                    for e in range(4):
+                        r[h, 4 * g + e] = r[h, 4 * g + e] * f[e]
 
     @cute.jit
     def earlier_blocks(self, x, rY, rX, c):
@@ -573,35 +580,35 @@ class KdaIntra(GateSide):
         rY.fill(0.0)
         rX.fill(0.0)
         for b in cutlass.range(x.block, unroll=1):
-            self.earlier_block(x, rY, rX, b, c)
-            self.decay(x, (rY, rX), LAST + b + (LINK - LAST) * Int32(b + 1 < x.block), c)
+            self.earlier_block(x, rY, rX, b, (c,))
+            self.decay(x, (rY, rX), LAST + b + (LINK - LAST) * Int32(b + 1 < x.block), (c,))
         if x.fits:
-            self.earlier_block(x, rY, rX, x.block, c)
+            self.earlier_block(x, rY, rX, x.block, (c,))
 
-    def earlier_block(self, x, rY, rX, b, c):
+    def earlier_block(self, x, rY, rX, b, groups):
         da = blocks.load_block(x.sBlocks ^ (32 * b))
         dl = blocks.load_block((x.sBlocks ^ (32 * b)) + panel.BYTES)
-        self.add_products(x, ((rY, da), (rX, dl)), OF_K, b, c)
+        self.add_products(x, ((rY, da), (rX, dl)), OF_K, b, groups)
 
     @cute.jit
-    def later_blocks(self, x, rZ, c):
+    def later_blocks(self, x, rZ, p):
         """Z but for the columns' factors, from the blocks behind and, where it fits, the own one."""
         rZ.fill(0.0)
         for n in cutlass.range(3 - x.block, unroll=1):
             b = 3 - n
-            self.later_block(x, rZ, b, c)
+            self.later_block(x, rZ, b, (2 * p, 2 * p + 1))
             row = LATER + b - 2
             if b - 1 == x.block:
                 row = LAST + x.block
-            self.decay(x, (rZ,), row, c)
+            self.decay(x, (rZ,), row, (2 * p, 2 * p + 1))
         if x.fits:
-            self.later_block(x, rZ, x.block, c)
+            self.later_block(x, rZ, x.block, (2 * p, 2 * p + 1))
 
-    def later_block(self, x, rZ, b, c):
+    def later_block(self, x, rZ, b, groups):
         da = load_transposed(x.sTransposed + b * blocks.ROWS)
         dl = load_transposed(x.sTransposed + b * blocks.ROWS + panel.BYTES)
-        self.add_products(x, ((rZ, da),), OF_Q, b, c)
-        self.add_products(x, ((rZ, dl),), OF_BETA, b, c)
+        self.add_products(x, ((rZ, da),), OF_Q, b, groups)
+        self.add_products(x, ((rZ, dl),), OF_BETA, b, groups)
 
     # ---- own block, the exact way --------------------------------------------------------------------------------------------------
     @cute.jit
@@ -662,7 +669,10 @@ class KdaIntra(GateSide):
 
     def level_operands(self, x, rQ, rK, level, c):
         """2^|H - H_ref|; with it, words of s q, k and beta k of rows r, r + 8."""
-        f = [meeting_factors(lambda row: self.row_of_gate(x, row) ^ self.at_group(c, 4), x.r + 8 * h, level) for h in range(2)]
+        f = [
+            meeting_factors(lambda row: self.row_of_gate(x, row) ^ self.at_group(c, 4), x.r + 8 * h, level)
+            for h in range(2)
+        ]
         words = []
         for r, s in ((rQ, [1.0, 1.0]), (rK, [1.0, 1.0]), (rK, self.scalars_of(x, BETA))):
             words.append([self.packed([r[h, e] * s[h] * f[h][e] for e in range(4)]) for h in range(2)])

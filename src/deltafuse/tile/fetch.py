@@ -23,3 +23,14 @@ def wait_copies():
 def prefetch(address):
     """The line of 128 bytes to L2."""
     asm("prefetch.global.L2 [$0];", [], [Int64(address)])
+
+
+def copy_bulk(shared, address, size, barrier):
+    """`size` bytes (a multiple of 16, as both addresses are) to shared memory by one thread; they count at the mbarrier."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    asm(text, [], [Int32(shared), Int64(address), Int32(size), Int32(barrier)])
+
+
+def prefetch_bulk(address, size):
+    """`size` bytes (a multiple of 16, as the address is) to L2 by one thread."""
+    asm("cp.async.bulk.prefetch.L2.global [$0], $1;", [], [Int64(address), Int32(size)])

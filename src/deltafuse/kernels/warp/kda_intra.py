@@ -56,6 +56,7 @@ rows and columns of dscores, behind a sequence's end are zeros. H + 60 stays bel
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import cutlass
@@ -65,7 +66,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from ...tile import blocks, panel
 from ...tile.arguments import DTYPES
-from ...tile.fetch import copy_async, prefetch, wait_copies
+from ...tile.fetch import copy_bulk, prefetch, prefetch_bulk
 from ...tile.gate import sigmoid
 from ...tile.gate_gradient import sigmoid_slope
 from ...tile.lanes import sum_lanes
@@ -104,6 +105,7 @@ from .kda_intra_gate import (
 
 EXACT_Y, EXACT_X, EXACT_Z, EXACT_G, EXACT_K = range(5)
 """What the exact way gives; the last is k itself."""
+BULK_PREFETCH, PREFETCH_AFTER = bool(int(os.environ.get("BULK", "1"))), int(os.environ.get("AFTER", "0"))
 EPSILON = 1e-6
 """Of the L2 norm."""
 BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
@@ -183,6 +185,7 @@ class KdaIntra(GateSide):
     ):
         smem = cutlass.memory.SmemAllocator()
         sAll = smem.allocate(self.shared_bytes, 1024).toint()
+        copied = smem.allocate_array(Int64, 1, byte_alignment=8)
         index, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         value_heads = mDfactors.shape[1]
@@ -203,7 +206,7 @@ class KdaIntra(GateSide):
         )  # fmt: skip
         if rows > 0:
             self.chunk(
-                x, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
+                x, copied, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
             )  # fmt: skip
         elif tid < self.K:
             self.no_chunk(x, mDalog, mDbias)
@@ -219,12 +222,13 @@ class KdaIntra(GateSide):
 
     @cute.jit
     def chunk(
-        self, x, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
+        self, x, copied, mQ, mK, mG, mBeta, mALog, mBias, mDfactors, mDscores, mDgi, mDirect, mDq, mDk, mDg, mDbeta, mDalog, mDbias,
     ):  # fmt: skip
         self.places(x)
         raw = self.load_gate(x, mG)
         words_q, words_k = (self.load_rows(x, m) for m in (mQ, mK))
-        self.fetch(x, mDfactors, mDscores, mDgi)
+        self.fetch(x, copied, mDscores)
+        self.expect(x, mDfactors, mDgi, 0)
         self.load_beta(x, mBeta)
         x.fits = self.sum_gate(x, raw, mALog, mBias)
         if const_expr(self.config.l2norm):
@@ -232,12 +236,13 @@ class KdaIntra(GateSide):
                 self.put_squares(x, operand, words)
         cute.arch.sync_threads()
 
+        self.expect(x, mDfactors, mDgi, 1)
         if x.tid < self.K:
             self.powers(x)
         scalars = self.row_scalars(x)
         for c in cutlass.range_constexpr(4):
             self.share_operands(x, words_q, words_k, scalars, c)
-        wait_copies()
+        cute.arch.mbarrier_wait(copied, 0)
         cute.arch.sync_threads()
 
         # Words of dq and dk [c][h][2], still without what the norm takes away; sums over columns [kind][row]; the sum for A_log.
@@ -345,16 +350,29 @@ class KdaIntra(GateSide):
 
     # ---- loads ---------------------------------------------------------------------------------------------------------------------
     @cute.jit
-    def fetch(self, x, mDfactors, mDscores, mDgi):
-        """dA and dL on their way to shared memory, dqg, dkd, dkg and dGi to L2."""
-        scores = mDscores.iterator.toint() + x.unit * (2 * panel.BYTES) + Int64(x.tid * 16)
-        for i in cutlass.range_constexpr(2 * panel.BYTES // (16 * self.threads)):
-            copy_async(x.sAll + x.tid * 16, scores, i * 16 * self.threads)
-        factors = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(x.tid * 128)
-        prefetch(factors)
-        if x.tid < self.threads // 2:
-            prefetch(factors + self.threads * 128)
-        prefetch(mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(x.tid * 128))
+    def fetch(self, x, copied, mDscores):
+        """dA and dL on their way to shared memory."""
+        if x.tid == 0:
+            cute.arch.mbarrier_init(copied, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(copied, 2 * panel.BYTES)
+            scores = mDscores.iterator.toint() + x.unit * (2 * panel.BYTES)
+            copy_bulk(x.sAll, scores, 2 * panel.BYTES, copied.toint())
+
+    @cute.jit
+    def expect(self, x, mDfactors, mDgi, after):
+        """The other gradients on their way to L2, if this is when it should be."""
+        if const_expr(BULK_PREFETCH and after == PREFETCH_AFTER):
+            if x.tid == 0:
+                factors, known = 3 * CHUNK * self.K * 2, CHUNK * self.K * 4
+                prefetch_bulk(mDfactors.iterator.toint() + x.unit * factors, factors)
+                prefetch_bulk(mDgi.iterator.toint() + x.unit * known, known)
+        if const_expr(not BULK_PREFETCH and after == PREFETCH_AFTER):
+            factors = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(x.tid * 128)
+            prefetch(factors)
+            if x.tid < self.threads // 2:
+                prefetch(factors + self.threads * 128)
+            prefetch(mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(x.tid * 128))
 
     def load_rows(self, x, mX):
         """This lane's words of q or k: [pair of groups][row r, row r + 8][4]."""

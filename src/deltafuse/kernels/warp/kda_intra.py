@@ -106,6 +106,7 @@ from .kda_intra_gate import (
 EXACT_Y, EXACT_X, EXACT_Z, EXACT_G, EXACT_K = range(5)
 """What the exact way gives; the last is k itself."""
 BULK_PREFETCH, PREFETCH_AFTER = bool(int(os.environ.get("BULK", "1"))), int(os.environ.get("AFTER", "0"))
+KNOWN_PAIRS, PAIRS = int(os.environ.get("KNOWN", "1")), int(os.environ.get("PAIRS", "1"))
 EPSILON = 1e-6
 """Of the L2 norm."""
 BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
@@ -391,9 +392,8 @@ class KdaIntra(GateSide):
 
     def load_known(self, x, c):
         """What is known of dG in group c: [row r, row r + 8][4]."""
-        return [
-            load_global(x.aGi, h * (8 * self.K * 4) + self.at_group(c, 4), 4, Float32, early=True) for h in range(2)
-        ]
+        places = [h * (8 * self.K * 4) + self.at_group(c, 4) for h in range(2)]
+        return [load_global(x.aGi, at, 4, Float32) for at in places]
 
     def raw_beta(self, x, mBeta):
         """Row `tid`, behind the end the last one."""
@@ -502,19 +502,29 @@ class KdaIntra(GateSide):
         # No load moves up to where the pair before needs the registers, and H is read before dG takes its place.
         cute.arch.sync_warp()
         given = self.load_gradients(x, p)
+        pair = (2 * p, 2 * p + 1)
+        if p < KNOWN_PAIRS:
+            known = [self.load_known(x, c) for c in pair]
+            cute.arch.sync_warp()
         rZ = cute.make_rmem_tensor((2, 8), Float32)
-        self.later_blocks(x, rZ, p)
-        for g in range(2):
-            c = 2 * p + g
-            known = self.load_known(x, c)
-            sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(5)]
-            for h in range(2):
-                for e in range(4):
-                    sums[EXACT_Z][h, e] = rZ[h, 4 * g + e]
-            self.earlier_blocks(x, sums[EXACT_Y], sums[EXACT_X], c)
-            self.apply_powers(x, given, known, sums, c)
-            self.add_exact(x, sums, c)
-            self.finish_group(x, sums, c)
+        self.later_blocks(x, rZ, pair)
+        for groups in (pair,) if p < PAIRS else [(c,) for c in pair]:
+            if p >= KNOWN_PAIRS:
+                known = [None] * 2
+                for c in groups:
+                    known[c % 2] = self.load_known(x, c)
+                cute.arch.sync_warp()
+            rY, rX = (cute.make_rmem_tensor((2, 4 * len(groups)), Float32) for _ in range(2))
+            self.earlier_blocks(x, rY, rX, groups)
+            for g, c in enumerate(groups):
+                sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(5)]
+                for to, r, first in zip(sums, (rY, rX, rZ), (4 * g, 4 * g, 4 * (c % 2)), strict=False):
+                    for h in range(2):
+                        for e in range(4):
+                            to[h, e] = r[h, first + e]
+                self.apply_powers(x, given, known[c % 2], sums, c)
+                self.add_exact(x, sums, c)
+                self.finish_group(x, sums, c)
 
     @cute.jit
     def add_exact(self, x, sums, c: cutlass.Constexpr):
@@ -593,15 +603,15 @@ class KdaIntra(GateSide):
                         r[h, 4 * g + e] = r[h, 4 * g + e] * f[e]
 
     @cute.jit
-    def earlier_blocks(self, x, rY, rX, c):
+    def earlier_blocks(self, x, rY, rX, groups):
         """Y and X but for the rows' factors, from the blocks before and, where it fits, the own one."""
         rY.fill(0.0)
         rX.fill(0.0)
         for b in cutlass.range(x.block, unroll=1):
-            self.earlier_block(x, rY, rX, b, (c,))
-            self.decay(x, (rY, rX), LAST + b + (LINK - LAST) * Int32(b + 1 < x.block), (c,))
+            self.earlier_block(x, rY, rX, b, groups)
+            self.decay(x, (rY, rX), LAST + b + (LINK - LAST) * Int32(b + 1 < x.block), groups)
         if x.fits:
-            self.earlier_block(x, rY, rX, x.block, (c,))
+            self.earlier_block(x, rY, rX, x.block, groups)
 
     def earlier_block(self, x, rY, rX, b, groups):
         da = blocks.load_block(x.sBlocks ^ (32 * b))
@@ -609,18 +619,18 @@ class KdaIntra(GateSide):
         self.add_products(x, ((rY, da), (rX, dl)), OF_K, b, groups)
 
     @cute.jit
-    def later_blocks(self, x, rZ, p):
+    def later_blocks(self, x, rZ, groups):
         """Z but for the columns' factors, from the blocks behind and, where it fits, the own one."""
         rZ.fill(0.0)
         for n in cutlass.range(3 - x.block, unroll=1):
             b = 3 - n
-            self.later_block(x, rZ, b, (2 * p, 2 * p + 1))
+            self.later_block(x, rZ, b, groups)
             row = LATER + b - 2
             if b - 1 == x.block:
                 row = LAST + x.block
-            self.decay(x, (rZ,), row, (2 * p, 2 * p + 1))
+            self.decay(x, (rZ,), row, groups)
         if x.fits:
-            self.later_block(x, rZ, x.block, (2 * p, 2 * p + 1))
+            self.later_block(x, rZ, x.block, groups)
 
     def later_block(self, x, rZ, b, groups):
         da = load_transposed(x.sTransposed + b * blocks.ROWS)

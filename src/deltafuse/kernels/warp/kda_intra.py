@@ -80,6 +80,7 @@ from ...tile.ptx import (
     load_global,
     load_global_half,
     load_shared,
+    load_shared_if,
     opaque,
     pack,
     rsqrt,
@@ -421,7 +422,7 @@ class KdaIntra(GateSide):
     def powers(self, x):
         """Vectors over columns for every block, a thread a column. Rows of the table:
 
-        TOTAL   t_b                               COLUMN  c_b - S
+        TOTAL   t_b                               COLUMN  c_b, read where it is not 0
         LAST    2^(t_b - c_b)                     Y, X: after the last block before the own one; Z: before the own block
         LINK    2^(t_b - c_b + c_(b+1))           Y, X: after earlier blocks; b = 0, 1
         LATER   2^(t_b)                           Z: after the products with block b + 1; b = 1, 2
@@ -437,10 +438,10 @@ class KdaIntra(GateSide):
         after = [Float32(0.0)]
         for b in (3, 2, 1):
             after.insert(0, after[0] + t[b])
-        rest = [t[b] - c[b] - self.shift for b in range(4)]
+        rest = [t[b] - c[b] for b in range(4)]
         table = {
             LAST: rest,
-            LINK: [rest[b] + c[b + 1] + self.shift for b in range(2)],
+            LINK: [rest[b] + c[b + 1] for b in range(2)],
             LATER: [t[1], t[2]],
             BEFORE: before,
             AFTER: [a + b + self.shift for a, b in zip(rest, after, strict=True)],
@@ -472,11 +473,12 @@ class KdaIntra(GateSide):
 
     def share_operands(self, x, words_q, words_k, scalars, c):
         """Group c of q 2^(H + S), k 2^(c_b - H - S) and beta k 2^(H + S) to their panels, each tile's columns a vector."""
-        column = self.vector_of(x.sOwn, COLUMN, c)
+        column = self.column_shift(x, c)
         words = {operand: [None] * 4 for operand in (OF_Q, OF_K, OF_BETA)}
         for h in range(2):
             H = self.sums_of_gate(x, h, c)
-            up = [exp2(a + self.shift) for a in H]
+            H = [a + self.shift for a in H]
+            up = [exp2(a) for a in H]
             q, k = (self.numbers(self.group_of(w, c, h)) for w in (words_q, words_k))
             values = {
                 OF_Q: [a * b * scalars[SCALE_Q][h] for a, b in zip(q, up, strict=True)],
@@ -487,6 +489,10 @@ class KdaIntra(GateSide):
                 words[operand][h::2] = self.packed(values[operand])
         for operand in words:
             store(self.own_tiles(x, operand, c), words[operand])
+
+    def column_shift(self, x, c):
+        """c_b of this lane's columns of group c."""
+        return load_shared_if(x.sOwn, COLUMN * self.vector + self.at_group(c, 4), 4, Int32(1) - Int32(x.fits))
 
     def own_tiles(self, x, operand, c):
         """A lane's address of the block's rows in the two tiles of group c."""
@@ -545,7 +551,7 @@ class KdaIntra(GateSide):
             q, k, beta_k = (numbers[h] for numbers in own)
             dkg, dqg, dkd = (self.numbers(w[h][2 * (c % 2) :][:2]) for w in given)
             for e, H in enumerate(self.sums_of_gate(x, h, c)):
-                up, down = exp2(H + self.shift), exp2(column[e] - H)
+                up, down = exp2(H + self.shift), exp2(column[e] - (H + self.shift))
                 dq = fma(dqg[e], before[e], rDq[h, e])
                 lost = fma(-k[e], rDk[h, e], known[h][e])
                 rG[h, e] = fma(beta_k[e], rX[h, e], fma(q[e], rDq[h, e], lost))

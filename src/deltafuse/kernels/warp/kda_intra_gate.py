@@ -8,6 +8,7 @@ The base of the kernel's class, with what both sides share: the layout of shared
 from __future__ import annotations
 
 import math
+import os
 
 import cutlass
 import cutlass.cute as cute
@@ -43,11 +44,14 @@ TOTAL, COLUMN, LAST, LINK, LATER, BEFORE, AFTER, VECTORS = 0, 4, 8, 12, 14, 16, 
 BLOCK_SUM, BIAS_SUM = COLUMN, LAST
 
 
+STREAM = os.environ.get("STREAM", ".cs")
+
+
 def store_global_if(address, words, valid):
     """Words to a global address, where `valid` holds."""
     n = len(words)
     names = ", ".join(f"${1 + i}" for i in range(n))
-    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global{f'.v{n}' if n > 1 else ''}.b32 [$0], {{{names}}};\n}}"
+    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global{STREAM}{f'.v{n}' if n > 1 else ''}.b32 [$0], {{{names}}};\n}}"
     asm(text, [], [Int64(address), *words, Int32(valid)])
 
 
@@ -109,7 +113,7 @@ class GateSide:
         return [(self.config.gate, a_log, b, x.lower_bound) for b in bias]
 
     def sum_gate(self, x, raw, mALog, mBias):
-        """H, t_b and c_b - S of the warp's block to shared memory; H_i = H_(i-1) + log2 decay_i. Returns whether the block fits."""
+        """H, t_b and c_b of the warp's block to shared memory; H_i = H_(i-1) + log2 decay_i. Returns whether the block fits."""
         gates = [Gate(*p) for p in self.gate_parameters(x, mALog, mBias)]
         sums = [Float32(0.0)] * 2
         low = high = Float32(0.0)
@@ -131,7 +135,7 @@ class GateSide:
             # These gates are negative: the last row is the lowest.
             low = fmin(sums[0], sums[1])
         fits = cute.arch.vote_all_sync((low >= Float32(LOWEST)) & (high <= Float32(HIGHEST)))
-        store_shared(x.sOwnGate, COLUMN * self.vector, [select(fits, 0.0, s) - self.shift for s in sums])
+        store_shared(x.sOwnGate, COLUMN * self.vector, [select(fits, 0.0, s) for s in sums])
         cute.arch.sync_warp()
         return fits
 

@@ -20,11 +20,6 @@ def wait_copies():
     asm("cp.async.wait_all;", [], [])
 
 
-def prefetch(address):
-    """The line of 128 bytes to L2."""
-    asm("prefetch.global.L2 [$0];", [], [Int64(address)])
-
-
 def copy_bulk(shared, address, size, barrier):
     """`size` bytes (a multiple of 16, as both addresses are) to shared memory by one thread; they count at the mbarrier."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"

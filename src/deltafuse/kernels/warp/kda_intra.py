@@ -36,16 +36,17 @@ Registers are short: nothing may be spilled where blocks fit, since a stack of a
 nothing would wait for them otherwise, and addresses are made anew rather than kept. q, k and the raw gate come a second time from L2.
 
 Timeline (| is a barrier of the CTA)
-    q, k, g, beta into registers; dA and dL to shared memory, the other gradients to L2, behind the scenes; H; |x|^2 |
-    operands to shared memory; a thread a column: powers | by groups: products, dq, dk, dG; row sums; dG summed over a block's
-    rows | dq, dk, dbeta, dg out | sums over blocks for dt_bias, over warps for A_log
+    q, k, g, beta into registers; dA and dL to shared memory by a bulk copy; H; |x|^2 | the other gradients on their way to L2;
+    a thread a column: powers; operands to shared memory; wait for the copy | by groups: products, dq, dk, dG; row sums; dG summed
+    over a block's rows | dq, dk, dbeta, dg out | sums over blocks for dt_bias, over warps for A_log
 
-Shared memory, bytes (K = 128: 113,440)
+Shared memory, bytes (K = 128: 113,448)
     images     16,384  dA, dL
     operands   49,152  q, k, beta k: [K / 64] panels each
     H, dG      32,768  [64][K] fp32
     vectors    12,288  [24][K] fp32
     rows        2,848  factors [5][64], sums [3][K / 64][64], sums of warps [8], fp32
+    mbarrier        8  of the copy
 Two CTAs an SM with K = 128, three with K = 64: 128 and 168 registers a thread.
 
 Constraints: K 64 or 128; rows of q, k, g, dq, dk, dg are 16-byte aligned with contiguous elements; rows of dfactors and dGi, and
@@ -56,7 +57,6 @@ rows and columns of dscores, behind a sequence's end are zeros. H + 60 stays bel
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import cutlass
@@ -66,7 +66,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from ...tile import blocks, panel
 from ...tile.arguments import DTYPES
-from ...tile.fetch import copy_bulk, prefetch, prefetch_bulk
+from ...tile.fetch import copy_bulk, prefetch_bulk
 from ...tile.gate import sigmoid
 from ...tile.gate_gradient import sigmoid_slope
 from ...tile.lanes import sum_lanes
@@ -106,8 +106,6 @@ from .kda_intra_gate import (
 
 EXACT_Y, EXACT_X, EXACT_Z, EXACT_G, EXACT_K = range(5)
 """What the exact way gives; the last is k itself."""
-BULK_PREFETCH, PREFETCH_AFTER = bool(int(os.environ.get("BULK", "1"))), int(os.environ.get("AFTER", "0"))
-KNOWN_PAIRS, PAIRS = int(os.environ.get("KNOWN", "1")), int(os.environ.get("PAIRS", "1"))
 EPSILON = 1e-6
 """Of the L2 norm."""
 BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
@@ -230,7 +228,6 @@ class KdaIntra(GateSide):
         raw = self.load_gate(x, mG)
         words_q, words_k = (self.load_rows(x, m) for m in (mQ, mK))
         self.fetch(x, copied, mDscores)
-        self.expect(x, mDfactors, mDgi, 0)
         self.load_beta(x, mBeta)
         x.fits = self.sum_gate(x, raw, mALog, mBias)
         if const_expr(self.config.l2norm):
@@ -238,7 +235,7 @@ class KdaIntra(GateSide):
                 self.put_squares(x, operand, words)
         cute.arch.sync_threads()
 
-        self.expect(x, mDfactors, mDgi, 1)
+        self.expect(x, mDfactors, mDgi)
         if x.tid < self.K:
             self.powers(x)
         scalars = self.row_scalars(x)
@@ -362,19 +359,12 @@ class KdaIntra(GateSide):
             copy_bulk(x.sAll, scores, 2 * panel.BYTES, copied.toint())
 
     @cute.jit
-    def expect(self, x, mDfactors, mDgi, after):
-        """The other gradients on their way to L2, if this is when it should be."""
-        if const_expr(BULK_PREFETCH and after == PREFETCH_AFTER):
-            if x.tid == 0:
-                factors, known = 3 * CHUNK * self.K * 2, CHUNK * self.K * 4
-                prefetch_bulk(mDfactors.iterator.toint() + x.unit * factors, factors)
-                prefetch_bulk(mDgi.iterator.toint() + x.unit * known, known)
-        if const_expr(not BULK_PREFETCH and after == PREFETCH_AFTER):
-            factors = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(x.tid * 128)
-            prefetch(factors)
-            if x.tid < self.threads // 2:
-                prefetch(factors + self.threads * 128)
-            prefetch(mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(x.tid * 128))
+    def expect(self, x, mDfactors, mDgi):
+        """The other gradients on their way to L2: not before what is waited for first."""
+        if x.tid == 0:
+            factors, known = 3 * CHUNK * self.K * 2, CHUNK * self.K * 4
+            prefetch_bulk(mDfactors.iterator.toint() + x.unit * factors, factors)
+            prefetch_bulk(mDgi.iterator.toint() + x.unit * known, known)
 
     def load_rows(self, x, mX):
         """This lane's words of q or k: [pair of groups][row r, row r + 8][4]."""
@@ -509,17 +499,12 @@ class KdaIntra(GateSide):
         cute.arch.sync_warp()
         given = self.load_gradients(x, p)
         pair = (2 * p, 2 * p + 1)
-        if p < KNOWN_PAIRS:
-            known = [self.load_known(x, c) for c in pair]
-            cute.arch.sync_warp()
         rZ = cute.make_rmem_tensor((2, 8), Float32)
         self.later_blocks(x, rZ, pair)
-        for groups in (pair,) if p < PAIRS else [(c,) for c in pair]:
-            if p >= KNOWN_PAIRS:
-                known = [None] * 2
-                for c in groups:
-                    known[c % 2] = self.load_known(x, c)
-                cute.arch.sync_warp()
+        # Two groups at once read a block of scores half as often; the second time, dq and dk of the first pair have the registers.
+        for groups in (pair,) if p == 0 else [(c,) for c in pair]:
+            known = [self.load_known(x, c) for c in groups]
+            cute.arch.sync_warp()
             rY, rX = (cute.make_rmem_tensor((2, 4 * len(groups)), Float32) for _ in range(2))
             self.earlier_blocks(x, rY, rX, groups)
             for g, c in enumerate(groups):
@@ -528,7 +513,7 @@ class KdaIntra(GateSide):
                     for h in range(2):
                         for e in range(4):
                             to[h, e] = r[h, first + e]
-                self.apply_powers(x, given, known[c % 2], sums, c)
+                self.apply_powers(x, given, known[g], sums, c)
                 self.add_exact(x, sums, c)
                 self.finish_group(x, sums, c)
 

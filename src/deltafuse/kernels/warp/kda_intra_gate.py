@@ -8,7 +8,6 @@ The base of the kernel's class, with what both sides share: the layout of shared
 from __future__ import annotations
 
 import math
-import os
 
 import cutlass
 import cutlass.cute as cute
@@ -44,14 +43,12 @@ TOTAL, COLUMN, LAST, LINK, LATER, BEFORE, AFTER, VECTORS = 0, 4, 8, 12, 14, 16, 
 BLOCK_SUM, BIAS_SUM = COLUMN, LAST
 
 
-STREAM = os.environ.get("STREAM", ".cs")
-
-
 def store_global_if(address, words, valid):
-    """Words to a global address, where `valid` holds."""
+    """Words to a global address, where `valid` holds; nobody here reads them again, and what is read has L2 for itself."""
     n = len(words)
     names = ", ".join(f"${1 + i}" for i in range(n))
-    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global{STREAM}{f'.v{n}' if n > 1 else ''}.b32 [$0], {{{names}}};\n}}"
+    vector = f".v{n}" if n > 1 else ""
+    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global.cs{vector}.b32 [$0], {{{names}}};\n}}"
     asm(text, [], [Int64(address), *words, Int32(valid)])
 
 

@@ -257,8 +257,8 @@ class KdaIntra(GateSide):
         inner = (x.mine * self.K + x.column) * 2
         x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
         x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
-        for p in cutlass.range_constexpr(2):
-            self.columns(x, p)
+        for groups in const_expr(self.plan):
+            self.columns(x, groups)
         cute.arch.sync_warp()
         x = self.afresh(x)
         # What the rest needs is on its way before the barrier.
@@ -375,11 +375,12 @@ class KdaIntra(GateSide):
         """The words of group c in row r + 8 h, of those of pairs."""
         return words[c // 2][h][2 * (c % 2) :][:2]
 
-    def load_gradients(self, x, p):
-        """This lane's words of pair p of groups, of dkg, dqg and dkd: [which][row r, row r + 8][4]."""
+    def load_gradients(self, x, groups):
+        """This lane's words of neighbouring groups, of dkg, dqg and dkd: [which][row r, row r + 8][2 a group]."""
         # The first to be used goes first.
-        places = [which * (CHUNK * self.K * 2) + self.at_group(2 * p, 2) for which in (2, 0, 1)]
-        return [[load_uncached(x.aD, at + h * (8 * self.K * 2), 4, early=True) for h in range(2)] for at in places]
+        places = [which * (CHUNK * self.K * 2) + self.at_group(groups[0], 2) for which in (2, 0, 1)]
+        rows = [h * (8 * self.K * 2) for h in range(2)]
+        return [[load_uncached(x.aD, at + row, 2 * len(groups), early=True) for row in rows] for at in places]
 
     def load_known(self, x, c):
         """What is known of dG in group c: [row r, row r + 8][4]."""
@@ -489,31 +490,31 @@ class KdaIntra(GateSide):
         return (x.sMine ^ (32 * c)) + operand * self.operand_bytes
 
     # ---- products ------------------------------------------------------------------------------------------------------------------
-    def columns(self, x, p):
-        """Pair p of groups, of which a lane has 8 consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
+    def columns(self, x, parts):
+        """Groups, of which a lane has consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
 
         A pair i >= j of rows adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
         cancel in the sum over rows.
         """
-        # No load moves up to where the pair before needs the registers, and H is read before dG takes its place.
+        groups = [c for part in parts for c in part]
+        # No load moves up to where the groups before need the registers, and H is read before dG takes its place.
         cute.arch.sync_warp()
-        given = self.load_gradients(x, p)
-        pair = (2 * p, 2 * p + 1)
-        rZ = cute.make_rmem_tensor((2, 8), Float32)
-        self.later_blocks(x, rZ, pair)
-        # Two groups at once read a block of scores half as often; the second time, dq and dk of the first pair have the registers.
-        for groups in (pair,) if p == 0 else [(c,) for c in pair]:
-            known = [self.load_known(x, c) for c in groups]
+        given = self.load_gradients(x, groups)
+        rZ = cute.make_rmem_tensor((2, 4 * len(groups)), Float32)
+        self.later_blocks(x, rZ, groups)
+        for part in parts:
+            known = [self.load_known(x, c) for c in part]
             cute.arch.sync_warp()
-            rY, rX = (cute.make_rmem_tensor((2, 4 * len(groups)), Float32) for _ in range(2))
-            self.earlier_blocks(x, rY, rX, groups)
-            for g, c in enumerate(groups):
+            rY, rX = (cute.make_rmem_tensor((2, 4 * len(part)), Float32) for _ in range(2))
+            self.earlier_blocks(x, rY, rX, part)
+            for g, c in enumerate(part):
+                n = c - groups[0]
                 sums = [cute.make_rmem_tensor((2, 4), Float32) for _ in range(5)]
-                for to, r, first in zip(sums, (rY, rX, rZ), (4 * g, 4 * g, 4 * (c % 2)), strict=False):
+                for to, r, first in zip(sums, (rY, rX, rZ), (4 * g, 4 * g, 4 * n), strict=False):
                     for h in range(2):
                         for e in range(4):
                             to[h, e] = r[h, first + e]
-                self.apply_powers(x, given, known[g], sums, c)
+                self.apply_powers(x, [[w[2 * n :][:2] for w in words] for words in given], known[g], sums, c)
                 self.add_exact(x, sums, c)
                 self.finish_group(x, sums, c)
 
@@ -534,7 +535,7 @@ class KdaIntra(GateSide):
         own = [self.own_operand(x, operand, c) for operand in (OF_Q, OF_K, OF_BETA)]
         for h in range(2):
             q, k, beta_k = (numbers[h] for numbers in own)
-            dkg, dqg, dkd = (self.numbers(w[h][2 * (c % 2) :][:2]) for w in given)
+            dkg, dqg, dkd = (self.numbers(w[h]) for w in given)
             for e, H in enumerate(self.sums_of_gate(x, h, c)):
                 up, down = exp2(H + self.shift), exp2(column[e] - (H + self.shift))
                 dq = fma(dqg[e], before[e], rDq[h, e])

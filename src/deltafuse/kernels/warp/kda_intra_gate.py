@@ -65,6 +65,10 @@ class GateSide:
         self.beta_dtype = DTYPES[config.beta_dtype]
         self.bf16 = self.dtype is BFloat16
         self.shift = float(SHIFT) if self.bf16 else 0.0
+        # What `columns` does at a time: Z of neighbouring groups, and of these what Y and X are made of at once. Two groups read a block
+        # of scores half as often, while there are registers: later, dq and dk have them, and without the norm ptxas needs more.
+        by_pairs = self.bf16 and config.l2norm
+        self.plan = (((0, 1),), ((2,), (3,))) if by_pairs else tuple(((c,),) for c in range(4))
         self.h_row = self.K * 4
         self.vector = self.K * 4
         # Byte offsets in shared memory.

@@ -41,6 +41,10 @@ LOWEST, HIGHEST = -120.0, 30.0
 # Rows of the table of vectors, the first of each kind: see `powers`. The sums of blocks and of biases take over the places of used ones.
 TOTAL, COLUMN, LAST, LINK, LATER, BEFORE, AFTER, VECTORS = 0, 4, 8, 12, 14, 16, 20, 24
 BLOCK_SUM, BIAS_SUM = COLUMN, LAST
+BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
+"""Factors of rows in shared memory."""
+OF_Q, OF_K, OF_BETA = range(3)
+"""Operands (the last is beta k), and sums over a row's columns: q . dq, k . dk, k . X."""
 
 
 def store_global_if(address, words, valid):

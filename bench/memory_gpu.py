@@ -119,16 +119,16 @@ def layer_step(batch: int, **wanted: Any) -> Row:
     state = torch.randn(batch, HEADS, DIM, DIM, device=CUDA)
     norm = RMSNormGated(DIM, activation="sigmoid").to(CUDA, BF16)
 
+    def heads(x: Tensor) -> Tensor:
+        return x.view(batch, 1, HEADS, DIM)
+
     def fused() -> object:
         done = kda_layer_token(
-            q, k, v, g, beta, z, caches=caches, weights=weights, biases=None, norm=norm.weight, eps=norm.eps,
-            initial_state=state, **gate,
+            heads(q), heads(k), heads(v), heads(g), beta.view(batch, 1, HEADS), heads(z), caches=caches, weights=weights,
+            biases=None, norm=norm.weight, eps=norm.eps, initial_state=state, **gate,
         )  # fmt: skip
         assert done is not None
         return done
-
-    def heads(x: Tensor) -> Tensor:
-        return x.view(batch, 1, HEADS, DIM)
 
     def apart() -> object:
         mixed = [

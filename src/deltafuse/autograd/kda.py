@@ -22,7 +22,7 @@ _SCHEMA = (
 _TENSORS = 10  # tensors at the front of the schema
 _READ = 8  # of which the backward pass reads again
 _RESULTS = 3 + len(Kept._fields)
-_LATER = ", ".join(["Tensor grad_o", *(f"Tensor? {x}" for x in ("grad_state", *Kept._fields))])
+_LATER = ", ".join(["Tensor grad_o", *(f"Tensor? {x}" for x in ("grad_state", *(f"kept_{x}" for x in Kept._fields)))])
 
 
 def _compute(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]

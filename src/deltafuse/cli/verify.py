@@ -30,8 +30,15 @@ TINY = 1e-30
 """Where every value of the definition is below this, only zeros are expected: float32 holds nothing else."""
 
 
-def tolerance(tensor: str, dtype: torch.dtype) -> float:
-    """The allowed error of a result (`"o"`) or of a gradient (`"dq"`)."""
+FEW = 4
+"""Gradients of fewer numbers than these, each a sum over all tokens and columns, whose terms cancel as they like: a number by itself may be
+far smaller than what it is summed from. They are allowed what dg is."""
+
+
+def tolerance(tensor: str, dtype: torch.dtype, count: int = FEW) -> float:
+    """The allowed error of a result (`"o"`) or of a gradient (`"dq"`) of `count` numbers."""
+    if tensor == "dA_log" and count < FEW:
+        tensor = "dg"
     if dtype == torch.float64:
         return FLOAT64
     if dtype == torch.float32:
@@ -121,7 +128,7 @@ def compare(
         weights = {name: torch.randn(x.shape, generator=source).to(got[name].dtype) for name, x in want.items()}
         grads, exact_grads = _gradients(got, leaves, weights), _gradients(want, exact_leaves, weights)
         pairs += [(name, grads[name], exact_grads[name]) for name in exact_grads]
-    return tuple(Error(name, relative_error(x, y), tolerance(name, dtype)) for name, x, y in pairs)
+    return tuple(Error(name, relative_error(x, y), tolerance(name, dtype, y.numel())) for name, x, y in pairs)
 
 
 def run(case: Case, dtype: torch.dtype, device: torch.device, backend: str | None = None, seed: int = 0) -> Outcome:

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .mma import split_tf32, sum_3xtf32
-from .ptx import barrier_of, fma, load_shared, select, store_shared
+from .ptx import fma, load_shared, select, store_shared
 
 STRIDE = 72
 BYTES = 64 * STRIDE * 4
@@ -97,7 +97,7 @@ def _store_minus(address, column, c):
 
 
 def combine_16(sL, sM, warp, lane):
-    """Blocks (1, 0) and (3, 2) of M, one of 4 warps for 8 columns of one: -(M_22 L_21) M_11. L and blocks of the diagonal are there."""
+    """Blocks (1, 0) and (3, 2) of M, a warp (0 to 3) for 8 columns of one: -(M_22 L_21) M_11."""
     r, t = lane // 4, lane % 4
     pair, part = warp // 2, warp % 2
     corner = at(32 * pair, 32 * pair)
@@ -153,17 +153,14 @@ def multiply(acc, a, b, first: cutlass.Constexpr):
 
 
 @cute.jit
-def invert_rest(sL, sM, warp, lane, barrier: cutlass.Constexpr):
-    """The lower half of M, after `combine_16`. 8 warps together, of which a half (warps 0 to 3 or 4 to 7) makes the rows that it reads
-    after the last barrier: see `rows_known`. The halves meet at barriers of their own, which take the numbers from `barrier` on. Blocks of
-    M above its diagonal hold other numbers."""
+def invert_rest(sL, sM, warp, lane):
+    """All of M below the diagonal blocks, which `invert_block` has made. 8 warps together, L and these blocks complete in shared memory
+    after the first barrier here, M after the last; blocks of M above its diagonal hold other numbers."""
+    cute.arch.sync_threads()
+    if warp < 4:
+        combine_16(sL, sM, warp, lane)
+    cute.arch.sync_threads()
     multiply_left(sL, sM, warp, lane)
-    barrier_of(warp // 4, 2, 128, barrier)
+    cute.arch.sync_threads()
     multiply_right(sM, warp, lane)
-    barrier_of(warp // 4, 2, 128, barrier)
-
-
-def rows_known(warp):
-    """The first of 8 rows of M that this warp reads after `invert_rest`, a different one for every warp."""
-    group, member = warp // 4, warp % 4
-    return 16 * group + 8 * (member % 2) + 32 * (member // 2)
+    cute.arch.sync_threads()

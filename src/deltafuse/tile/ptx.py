@@ -72,12 +72,6 @@ def load_shared_half(address, offset):
     return asm(text, [Uint32], [Int32(address)])
 
 
-def store_shared_half(address, offset, word):
-    """The low 16 bits of a word."""
-    text = f"{{\n.reg .b16 h;\ncvt.u16.u32 h, $1;\nst.shared.b16 [$0+{offset}], h;\n}}"
-    asm(text, [], [Int32(address), word])
-
-
 def load_shared_if(address, offset, n, valid, dtype=Float32):
     """As `load_shared` for n = 2, 4; zeros, without an access, where `valid` is 0."""
     zero = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
@@ -110,14 +104,13 @@ def store_global(address, offset, values):
     asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
 
 
-def barrier_of(group, groups, threads, first=1):
-    """A barrier of the `threads` threads of one of the groups 0 .. groups - 1, and none of others'. It has number `first` + group, written
-    out, since a number in a register takes all 16 of them; that of the CTA is 0."""
-    text = " ".join(f"setp.eq.s32 p{i}, $0, {i};" for i in range(groups)) + "".join(
-        f"\n@p{i} bar.sync {first + i}, {threads};" for i in range(groups)
+def barrier_of(group, threads):
+    """A barrier of the `threads` threads of group 0, 1, 2 or 3; barrier 0 of the CTA is free. Written out, since a number in a register
+    takes all 16 of them."""
+    text = " ".join(f"setp.eq.s32 p{i}, $0, {i};" for i in range(4)) + "".join(
+        f"\n@p{i} bar.sync {i + 1}, {threads};" for i in range(4)
     )
-    predicates = ", ".join(f"p{i}" for i in range(groups))
-    asm(f"{{\n.reg .pred {predicates};\n{text}\n}}", [], [Int32(group)])
+    asm(f"{{\n.reg .pred p0, p1, p2, p3;\n{text}\n}}", [], [Int32(group)])
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------------------------
@@ -195,12 +188,6 @@ def unpack(dtype, word):
         )
         for half in "lh"
     )
-
-
-def multiply_packed(dtype, a, b):
-    """Products of the two numbers of words, in their own type."""
-    name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
-    return asm(f"mul.rn.{name} $0, $1, $2;", [Uint32], [a, b], volatile=False)
 
 
 def opaque(x):

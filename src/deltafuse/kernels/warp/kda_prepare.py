@@ -9,7 +9,7 @@ G is the inclusive cumulative sum of the gate's base-2 logarithms within the chu
 With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too; with `bound` what `kda_prepare_bound` says.
 
 One CTA of 8 warps makes one chunk of one value head. A warp owns the 16 rows of block b, 16b .. 16b + 15, in one half of the K columns;
-of scores, which both warps of a block make in their columns, it goes on with q's of the block (half 0: Aqk) or k's (half 1: L). Warp-level
+for the products of rows it owns q's of a block in all columns (half 0, which makes Aqk) or k's (half 1, which makes L). Warp-level
 instructions only.
 
 Exponents. H is the cumulative sum within a block and t_b its last row, so that G = H + (t of the blocks before). No exponential
@@ -17,8 +17,7 @@ is taken of a difference of rows:
 
     rows     x_i 2^(H_i + 60)                                  for its own block and all before it
     columns  k_j 2^(-H_j - 60)                                 for its own block (rows and columns are in range while -120 <= H <= 30)
-             k_j 2^(t_b' - H_j)                                for later blocks b; carries 2^-60 where the rows' 2^60 is to be undone
-    rows     times 2^t of the blocks strictly between b', b    in the io type, block by block on the way from b - 1 to 0
+             k_j 2^(t_b' - H_j) 2^(t strictly between b', b)   for each later block b; carries 2^-60 where the rows' 2^60 is to be undone
 
 2^(t_b' - H_j) is 2^(-H_j - 60) 2^(t_b' + 60), unless a row of the block does not fit (below): then it is an exponential of its own.
 
@@ -30,22 +29,22 @@ Registers. Contractions run in an order of the columns in which lane 4 r + t has
 half for every m: 16-byte vectors of global memory are A and B fragments as they are, and outputs leave as such vectors. The gate goes
 the other way, a thread has 2 (K = 64: 1) columns of its warp's 16 rows, and crosses over through shared memory as H.
 
-Timeline (| is a barrier of the CTA, ; one of half the warps, : one of the two warps of a block, / one of the warp)
+Timeline (| is a barrier of the CTA, : one of the two warps of a block, / one of the warp)
     raw g on its way to shared memory, q, k, beta into registers / H; |x|^2 as the diagonal of x x^T, of half the columns |
-    2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns |
-    a block's L and inverse, of own columns alone, by the warps of blocks 0 and 1; scores with the columns of blocks before, of half the
-    columns : added up |
-    Aqk out; M from 16 to 32 rows | to 64 rows: one product ; the other ; M' out
+    2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns; rows to shared memory |
+    rows of all columns : own and other blocks' scores / Aqk out; inverse of the own block |
+    M from 16 to 32 rows | to 64 rows: one product | the other | M' out
 
-Shared memory, bytes (K = 128: 83,712)
-    matrices   36,864  of a warp: H + 60 [16][K / 2 + 4] fp32, at half, b. After that L and M (`inverse`)
-    sums       24,576  t [4][K] fp32 and norms [64][q, k][half] fp32; in place of these, sums of scores that a block's warps exchange:
-                       [half][6 pairs of blocks][2][32 lanes][16 bytes]. Then the own blocks' sums, [2][32 lanes][16 bytes] each: of k
-                       [half][block], of q those of half 1. Raw g where its type has 16 bits [8 warps][16][K / 2] lies before there, in
-                       what follows t and norms and in the tables (of fp32 it lies where H will be)
-    tables      9,216  of a warp: powers [3][K / 2] fp32; then, of two warps, a block's 16 rows of Aqk [16][72] io
-    columns    12,288  [3 blocks b'][K / 32][2][32 lanes][16 bytes], in fragment order   (6,144 with K = 64)
-    decays        512  2^t of blocks 1 and 2 [2][K] io
+Shared memory, bytes (K = 128: 72,960)
+    matrices   34,816  of a warp: H + 60 [16][K / 2 + 4] fp32, in place of which come its rows of q and k as fragments; 4,352 bytes apart,
+                       at half, b. After that L and M [64][68] fp32: the rows of L take the place of the block's half 0, those of M of
+                       half 1
+    t           2,048  [4][K] fp32
+    norms       1,024  [64][q, k][half] fp32
+    tables     10,240  of a warp: powers [5][K / 2] fp32, then the own block's sums for the other half [2][32 lanes][16 bytes]; then, of two
+                       warps, a block's 16 rows of Aqk [16][72] io
+    columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
+                       [6 pairs of blocks (b', b) by b - b', b'][K / 32][2][32 lanes][16 bytes], in fragment order   (12,288 with K = 64)
     beta          256  fp32
     least         512  [half][64] fp32, with `bound`
 Two CTAs an SM: 128 registers a thread.
@@ -62,32 +61,34 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
 from ...tile.arguments import DTYPES, dense
-from ...tile.fetch import wait_copies
+from ...tile.fetch import copy_async, wait_copies
 from ...tile.gate import Gate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
 from ...tile.ptx import (
     as_float,
     barrier_of,
     exp2,
+    fma,
+    fmax,
+    fmin,
     load_global,
     load_global_half,
     load_shared,
+    load_shared_half,
     load_shared_if,
     mad_long,
     mad_wide,
-    multiply_packed,
     pack,
     reciprocal,
     rsqrt,
     select,
     store_global,
     store_shared,
-    store_shared_half,
     store_shared_if,
     to_tf32,
     unpack,
@@ -95,14 +96,14 @@ from ...tile.ptx import (
 from ...tile.sequence import chunk_of_slot
 from ..config import CHUNK, EPSILON, PrepareConfig
 from .kda_prepare_bound import ChunkBound
-from .kda_prepare_exact import SHIFT, ExactRows
-from .kda_prepare_gate import GateSums
+from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
 
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
+MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}
 
 
-class KdaPrepare(GateSums, ExactRows, ChunkBound):
+class KdaPrepare(ExactRows, ChunkBound):
     """The kernel for one `PrepareConfig`."""
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -131,14 +132,12 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
         self.at_m = inverse.BYTES
         self.at_t = 2 * inverse.BYTES
         self.at_norms = self.at_t + 4 * self.K * 4
-        # Sums that a block's warps exchange, where t and the norms were; those of the blocks' own columns.
-        self.at_sums = self.at_t + 12 * 1024
-        self.at_tables = self.at_sums + 12 * 1024
-        self.table = max(3 * self.width * 4, 8 * AQK_ROW)
+        # Sums that a block's warps exchange are 6 KiB.
+        self.at_tables = self.at_t + max(4 * self.K * 4 + CHUNK * 16, 6 * 1024)
+        self.table = max(5 * self.width * 4, 8 * AQK_ROW)
         self.at_columns = self.at_tables + 8 * self.table
-        self.block_bytes = self.K // 32 * 1024
-        self.at_decays = self.at_columns + 3 * self.block_bytes
-        self.at_beta = self.at_decays + 2 * self.K * 2
+        self.pair_bytes = self.K // 32 * 1024
+        self.at_beta = self.at_columns + 6 * self.pair_bytes
         self.at_least = self.at_beta + CHUNK * 4
         self.shared_bytes = self.at_least + config.bound * 2 * CHUNK * 4
 
@@ -230,7 +229,7 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
         last = cutlass.max(rows, 1) - 1
         place = (batch, cutlass.min(first, mQ.shape[1] - 1))
         sH = sAll + (4 * half + block) * self.region
-        sRaw = sH if const_expr(self.raw_bits == 32) else sAll + self.at_sums + warp * (16 * self.raw_row)
+        sRaw = sH if const_expr(self.raw_bits == 32) else sAll + self.at_columns + warp * (16 * self.raw_row)
         self.copy_gate(mG, place, last, head, sRaw, half, block, lane)
         k = self.load_rows(self.row_addresses(mK, place, last, key_head, half, block, lane))
         q = self.load_rows(self.row_addresses(mQ, place, last, key_head, half, block, lane))
@@ -275,7 +274,7 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
                 self.write_bound(sAll, gates[0].outer, mBound.iterator.toint() + unit * 4, lane)
 
         table = sAll + self.at_tables + (2 * block + half) * self.table
-        self.powers(sT, table, sAll, half, block, lane, mDecay.iterator.toint() + unit * (self.K * 4))
+        self.powers(sT, table, half, block, lane, mDecay.iterator.toint() + unit * (self.K * 4))
         factor_q, factor_k = [scale] * 2, [Float32(1.0)] * 2
         if const_expr(self.config.l2norm):
             factor_q, factor_k = self.row_factors(sAll + self.at_norms + mine * 16, scale)
@@ -309,23 +308,22 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
             )  # fmt: skip
             self.take_exact(rQ, scratch, first_bad, lane)
             self.take_exact(rK, scratch + 1024, first_bad, lane)
-        role = (sAll, half, block, lane)
-        self.share_sums(rQ, rK, role)
+        cute.arch.sync_warp()
+        self.share_sums(rQ, rK, table, half, lane)
         cute.arch.sync_threads()
 
-        if block < 2:
-            # A block's inverse needs nothing of other blocks, and these warps have the fewest of them before their own.
-            self.invert_own(2 * (1 - block) + half, sAll, lane)
-        self.finish_scores(rows_q, rows_k, rQ, mine, role)
-        cute.arch.sync_threads()
+        role = (sAll, half, block, lane)
+        own = self.load_sums(rQ, rK, table + self.table - 2 * half * self.table, half, lane)
+        beta = [load_shared(sAll + self.at_beta + mine * 4, 32 * h, 1)[0] for h in range(2)]
+        self.other_blocks(rows_q, rows_k, own, beta, role)
+        cute.arch.sync_warp()
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
         else:
-            inverse.combine_16(sAll, sAll + self.at_m, block, lane)
-        cute.arch.sync_threads()
+            inverse.invert_block(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        inverse.invert_rest(sAll, sAll + self.at_m, warp, lane, 4)
-        self.write_inverse(image, sAll, rows, inverse.rows_known(warp), lane)
+        inverse.invert_rest(sAll, sAll + self.at_m, warp, lane)
+        self.write_inverse(image, sAll, rows, warp, lane)
 
     # ---- loads ---------------------------------------------------------------------------------------------------------------------
     def head_address(self, mX, batch, head, column, size):
@@ -342,6 +340,28 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
     def load_rows(self, addresses):
         """This lane's words of q or k: [m][row r, row r + 8][4]."""
         return [[load_global(a, 64 * m, 4, early=True) for a in addresses] for m in range(self.steps)]
+
+    def copy_gate(self, mG, place, last, head, sRaw, half, block, lane):
+        """The raw gate of the warp's rows and columns to shared memory, under way until `wait_copies`."""
+        size = self.raw_bits // 8
+        vectors = self.width * size // 16
+        row, vector = lane // vectors, lane % vectors
+        start = self.head_address(mG, place[0], head, half * self.width + vector * (16 // size), size)
+        step = Int32(mG.stride[1]) * size
+        rows = 32 // vectors
+        to = sRaw + row * self.raw_row + vector * 16
+        for i in range(0, 16, rows):
+            address = mad_wide(place[1] + cutlass.min(16 * block + i + row, last), step, start)
+            copy_async(to + i * self.raw_row, address, 0)
+
+    def load_parameters(self, mALog, mBias, head, half, lane):
+        """A_log, and dt_bias of this thread's columns."""
+        n = self.gate_columns
+        a_log = None if mALog is None else load_global(mALog.iterator.toint() + Int64(head) * 4, 0, 1, Float32, True)[0]
+        if mBias is None:
+            return a_log, [None] * n
+        column = half * self.width + n * lane
+        return a_log, load_global(mBias.iterator.toint() + (Int64(head) * self.K + column) * 4, 0, n, Float32, True)
 
     def load_beta(self, mBeta, place, row, head):
         size = self.beta_dtype.width // 8
@@ -364,7 +384,51 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
             if const_expr(self.config.inverse):
                 store_global(to_beta + Int64(tid) * 4, 0, [beta])
 
-    # ---- norms and products --------------------------------------------------------------------------------------------------------
+    # ---- gate ----------------------------------------------------------------------------------------------------------------------
+    @cute.jit
+    def fill_gate(self, sRaw, rows, lane):
+        """What has no decay into the rows behind the end: those from `rows` on."""
+        size = const_expr(self.raw_bits // 8)
+        word = const_expr(0 if self.config.gate == "log" else MINUS_INFINITY[self.gate_dtype])
+        words = const_expr(self.width * size // 4)
+        for i in cutlass.range(cutlass.max(rows, 0), 16, unroll=1):
+            for x in cutlass.range_constexpr(0, words, 32):
+                store_shared_if(sRaw + i * self.raw_row + lane * 4, 4 * x, [Uint32(word)], Int32(lane < words - x))
+            cute.arch.sync_warp()
+
+    def sum_gate(self, sRaw, gates, sT, sH, sLeast, block, lane):
+        """H + 60 of the warp's rows and columns and t_b to shared memory: H_i = H_(i-1) + log2 decay_i. Returns whether every row fits."""
+        n = self.gate_columns
+        sums = [Float32(0.0)] * n
+        low = high = least = Float32(0.0)
+        for i in range(16):
+            values = []
+            for x, value in enumerate(self.raw_gate(sRaw + lane * (n * self.raw_bits // 8), i * self.raw_row)):
+                values.append(gates[x].value(value))
+                sums[x] = fma(gates[x].outer, values[x], sums[x])
+                if self.config.gate == "log":
+                    low, high = fmin(low, sums[x]), fmax(high, sums[x])
+            store_shared(sH + lane * (4 * n), i * self.h_row, [x + float(SHIFT) for x in sums])
+            if self.config.bound:
+                least = self.least_of_row(values, i, least, lane)
+        if self.config.gate != "log":
+            # These gates are negative: the last row is the lowest.
+            for x in sums:
+                low = fmin(low, x)
+        store_shared(sT + block * (self.K * 4) + lane * (4 * n), 0, sums)
+        if self.config.bound:
+            store_shared_if(sLeast + lane * 4, 0, [least], Int32(lane < 16))
+        fits = (low >= Float32(LOWEST)) & (high <= Float32(HIGHEST))
+        return cute.arch.vote_all_sync(fits)
+
+    def raw_gate(self, address, offset):
+        """The raw gate at the thread's columns of a row."""
+        n = self.gate_columns
+        if self.raw_bits == 32:
+            return load_shared(address, offset, n)
+        word = load_shared(address, offset, 1, Uint32)[0] if n == 2 else load_shared_half(address, offset)
+        return unpack(self.gate_dtype, word)[:n]
+
     @cute.jit
     def share_norms(self, words, to, block, lane):
         """|x|^2 of the half's columns for the 16 rows to shared memory: squares of norms are the diagonal of x x^T.
@@ -408,28 +472,24 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
 
     # ---- factors -------------------------------------------------------------------------------------------------------------------
     @cute.jit
-    def powers(self, sT, table, sAll, half, block, lane, decay):
+    def powers(self, sT, table, half, block, lane, decay):
         """2^(sums of t) in the warp's columns to its table, and, from the warps of block 0, 2^(G_C) to global memory. Rows of the table:
 
         0   2^(t before b) without the rows' 2^60       1   2^t_b, what makes columns for later blocks of the own block's ones
-        2   2^(t after b), with 2^60 where columns lack it
-
-        2^t_b itself, for blocks 1 and 2, goes elsewhere in the io type.
+        2   2^(t after b), with 2^60 where columns lack it    3, 4   2^(t between) for the columns of blocks b + 2, b + 3
         """
         n = const_expr(self.gate_columns)
         sT, table = sT + lane * (4 * n), table + lane * (4 * n)
-        column = half * self.width + n * lane
-        decays = sAll + self.at_decays + column * 2
         if block == 0:
-            self.powers_of(sT, table, 0, decay + Int64(column) * 4, None)
+            self.powers_of(sT, table, 0, decay + Int64(half * self.width + n * lane) * 4)
         elif block == 1:
-            self.powers_of(sT, table, 1, None, decays)
+            self.powers_of(sT, table, 1, None)
         elif block == 2:
-            self.powers_of(sT, table, 2, None, decays + self.K * 2)
+            self.powers_of(sT, table, 2, None)
         else:
-            self.powers_of(sT, table, 3, None, None)
+            self.powers_of(sT, table, 3, None)
 
-    def powers_of(self, sT, table, block, decay, decays):
+    def powers_of(self, sT, table, block, decay):
         n = self.gate_columns
         t = [load_shared(sT, b * self.K * 4, n) for b in range(4)]
 
@@ -441,17 +501,11 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
 
         rows = [total(range(block), -SHIFT), total((block,), SHIFT - self.column_shift)]
         rows.append(total(range(block + 1, 4), self.column_shift))
+        rows += [total(range(block + 1, block + 1 + i), 0) for i in ((1, 2) if block < 2 else ())]
         for i, x in enumerate(rows):
             store_shared(table, i * self.width * 4, x)
         if decay is not None:
             store_global(decay, 0, total(range(4), 0))
-        if decays is not None:
-            own = total((block,), 0)
-            word = pack(self.dtype, own[0], own[-1])
-            if n == 2:
-                store_shared(decays, 0, [word])
-            else:
-                store_shared_half(decays, 0, word)
 
     def places(self, out, half, row, lane):
         """Addresses of the lane's vectors of row `row` in kd, for each step of 32 columns."""
@@ -548,14 +602,18 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
 
     @cute.jit
     def share_late(self, late, table, sAll, out, m, half, block, lane):
-        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for later blocks, of which block 3 has none."""
+        """Of k 2^(t_b - H) in 8 columns of rows r, r + 8: kg out, and B fragments for blocks b + 1, + 2, + 3. Block 3 wants none."""
         after = self.vector(table + 8 * self.width)
-        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + block * self.block_bytes + lane * 16
+        to = sAll + self.at_columns + (half * self.steps + m) * 1024 + block * self.pair_bytes + lane * 16
         for h in cutlass.range_constexpr(2):
             self.write(out, 2, h, [a * b for a, b in zip(late[h], after, strict=True)])
-        if block < 3:
-            for h in cutlass.range_constexpr(2):
-                store_shared(to, 512 * h, self.packed(late[h]))
+            store_shared_if(to, 512 * h, self.packed(late[h]), Int32(block < 3))
+        if block < 2:
+            for i in cutlass.range_constexpr(2):
+                powers = self.vector(table + (12 + 4 * i) * self.width)
+                for h in cutlass.range_constexpr(2):
+                    values = self.packed([a * p for a, p in zip(late[h], powers, strict=True)])
+                    store_shared_if(to, self.pair_bytes * (3, 5)[i] + 512 * h, values, Int32(block + i < 2))
 
     # ---- scores --------------------------------------------------------------------------------------------------------------------
     def registers(self, sums):
@@ -565,59 +623,42 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
                 r[i, n] = sums[n][i]
         return r
 
-    def share_sums(self, rQ, rK, role):
-        """The own block's sums of the warp's columns: k's for the warp that inverts the block, q's of half 1 for half 0."""
-        to = self.sums(role)
+    def share_sums(self, rQ, rK, to, half, lane):
+        """The own block's sums that the block's other warp goes on with."""
         for n in range(2):
-            store_shared(to, 512 * n, [rK[i, n] for i in range(4)])
-            store_shared_if(to, 4096 + 512 * n, [rQ[i, n] for i in range(4)], role[1])
+            store_shared(to + lane * 16, 512 * n, [select(half, rQ[i, n], rK[i, n]) for i in range(4)])
 
-    def sums(self, role):
-        """Where a warp leaves its own block's sums."""
-        sAll, half, block, lane = role
-        return sAll + self.at_sums + (4 * half + block) * 1024 + lane * 16
-
-    def invert_own(self, block, sAll, lane):
-        """L of a block's own columns, and its inverse, to shared memory."""
-        at = self.sums((sAll, 0, block, lane))
-        x = [load_shared(at, 4096 * half + 512 * n, 4) for half in range(2) for n in range(2)]
-        sums = self.registers([[a + b for a, b in zip(x[n], x[2 + n], strict=True)] for n in range(2)])
-        beta = self.load_beta_of(sAll, 16 * block + lane // 4)
-        self.store_l(self.up_to_diagonal(self.pairs(sums), lane, 1), beta, sAll + self.l_at(block, block, lane))
-        cute.arch.sync_warp()
-        inverse.invert_block(sAll, sAll + self.at_m, block, lane)
-
-    def load_beta_of(self, sAll, row):
-        """beta of rows `row` and `row` + 8."""
-        return [load_shared(sAll + self.at_beta + row * 4, 32 * h, 1)[0] for h in range(2)]
+    def load_sums(self, rQ, rK, address, half, lane):
+        """The own block's sums over all columns, of Aqk or L."""
+        r = cute.make_rmem_tensor((4, 2), Float32)
+        for n in range(2):
+            for i, x in enumerate(load_shared(address + lane * 16, 512 * n, 4)):
+                r[i, n] = select(half, rK[i, n], rQ[i, n]) + x
+        return r
 
     @cute.jit
-    def finish_scores(self, rows_q, rows_k, rQ, mine, role):
-        """Aqk of the block's rows (half 0), L of them with the columns of the blocks before it (half 1).
+    def other_blocks(self, rows_q, rows_k, own, beta, role):
+        """Scores of the block's rows: `own` with its own columns, and those with the columns of the blocks before it.
 
         A warp multiplies both q's and k's rows in its half of the columns, and gives the other warp what that one goes on with.
         """
         sAll, half, block, lane = role
         kept = cute.make_rmem_tensor((4, 2, 3), Float32)
         to, at = self.exchange(sAll, half, block, lane), self.exchange(sAll, 1 - half, block, lane)
-        for b in cutlass.range_constexpr(2, -1, -1):
-            if b < block - 1:
-                self.decay_rows(rows_q, rows_k, sAll, half, b, lane)
+        for b in cutlass.range_constexpr(3):
             if b < block:
-                sums = self.scores_of_half(rows_q, rows_k, sAll, half, b, lane)
+                sums = self.scores_of_half(rows_q, rows_k, sAll, half, block, b, lane)
                 for n in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(4):
                         kept[i, n, b] = select(half, sums[1][n][i], sums[0][n][i])
-                    given = [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)]
-                    store_shared(to, 1024 * b + 512 * n, given)
-        if half == 0:
-            own = self.sums((sAll, 1, block, lane))
-            sums = [[x + rQ[i, n] for i, x in enumerate(load_shared(own, 4096 + 512 * n, 4))] for n in range(2)]
-            pairs = self.up_to_diagonal(self.pairs(self.registers(sums)), lane, 0)
-            self.store_aqk(pairs, self.aqk_at(block, block, role))
-        beta = self.load_beta_of(sAll, mine)
-        # Block 0 has none before it.
-        barrier_of(block - 1, 3, 64)
+                    store_shared(
+                        to,
+                        1024 * b + 512 * n,
+                        [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)],
+                    )
+        # The own block's sums, too, lie where Aqk goes.
+        barrier_of(block, 64)
+        self.write_scores(own, beta, role, block, True)
         for b in cutlass.range_constexpr(3):
             if b < block:
                 sums = cute.make_rmem_tensor((4, 2), Float32)
@@ -625,28 +666,18 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
                     x = load_shared(at, 1024 * b + 512 * n, 4)
                     for i in cutlass.range_constexpr(4):
                         sums[i, n] = kept[i, n, b] + x[i]
-                if half == 0:
-                    self.store_aqk(self.pairs(sums), self.aqk_at(block, b, role))
-                else:
-                    self.store_l(self.pairs(sums), beta, sAll + self.l_at(block, b, lane))
+                self.write_scores(sums, beta, role, b, False)
 
     def exchange(self, sAll, half, block, lane):
-        """Where a warp leaves sums for the other one of its block, 1 KiB for every block before it: where t was and behind it."""
-        return sAll + self.at_t + half * (6 * 1024) + (block * (block - 1) >> 1) * 1024 + lane * 16
+        """Where a warp leaves sums for the other one of its block: k's where M will be, q's where t was and behind it."""
+        k, q = self.at_m + block * self.region, self.at_t + (block * (block - 1) >> 1) * 1024
+        return sAll + k + half * (q - k) + lane * 16
 
-    @cute.jit
-    def decay_rows(self, rows_q, rows_k, sAll, half, b, lane):
-        """Rows that meet the columns of block b meet those of block b + 1 before: by 2^t of the latter, in the io type."""
-        at = sAll + self.at_decays + b * (self.K * 2) + half * (self.width * 2) + lane % 4 * 16
-        for m in cutlass.range_constexpr(self.steps):
-            for i, x in enumerate(load_shared(at, 64 * m, 4, Uint32)):
-                for h in cutlass.range_constexpr(2):
-                    for rows in (rows_q, rows_k):
-                        rows[i, h, m] = multiply_packed(self.dtype, rows[i, h, m], x)
-
-    def scores_of_half(self, rows_q, rows_k, sAll, half, b, lane):
+    def scores_of_half(self, rows_q, rows_k, sAll, half, block, b, lane):
         """Sums over the warp's columns for q's and k's rows with the columns of block b before them."""
-        sColumns = sAll + self.at_columns + b * self.block_bytes + half * (self.steps * 1024) + lane * 16
+        distance = block - b
+        pair = ((distance - 1) * (8 - distance) >> 1) + b
+        sColumns = sAll + self.at_columns + pair * self.pair_bytes + half * (self.steps * 1024) + lane * 16
         sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
         for m in range(self.steps):
             for n in range(2):
@@ -655,25 +686,24 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
                     sums[i][n] = self.product([[rows[x, h, m] for x in range(4)] for h in range(2)], column, sums[i][n])
         return sums
 
-    def pairs(self, sums):
-        """Of accumulators [4][n]: two columns of row r, then of row r + 8, for each n."""
-        return [[sums[2 * h, n], sums[2 * h + 1, n]] for n in range(2) for h in range(2)]
-
-    def up_to_diagonal(self, pairs, lane, behind):
-        """A block's own scores; zeros above the diagonal, and on it if `behind` is 1."""
-        i, j = lane // 4, lane % 4 * 2 + behind
-        return [
-            [select(i + 8 * (p % 2) >= j + 8 * (p // 2) + c, y, 0.0) for c, y in enumerate(x)]
-            for p, x in enumerate(pairs)
-        ]
-
-    def l_at(self, block, b, lane):
-        """Of the lane's first numbers in a block of L."""
-        return inverse.at(16 * block + lane // 4, 16 * b + lane % 4 * 2)
-
-    def aqk_at(self, block, b, role):
-        """The same of Aqk, which lies in place of tables."""
-        return self.aqk_row(role[0], block, role[3] // 4) + (16 * b + role[3] % 4 * 2) * 2
+    @cute.jit
+    def write_scores(self, sums, beta, role, b, diagonal: cutlass.Constexpr):
+        """A 16x16 block of Aqk in the io type or of L = diag(beta) K K^T in fp32 to shared memory; above the diagonal zeros."""
+        sAll, half, block, lane = role
+        r, t = lane // 4, lane % 4
+        x = [[sums[2 * h, n], sums[2 * h + 1, n]] for n in range(2) for h in range(2)]
+        if const_expr(diagonal):
+            # Of L the diagonal itself is none: a column further on.
+            i, j = r, 2 * t + half
+            x = [
+                [select(Int32(i + 8 * h >= j + 8 * n + c), x[2 * n + h][c], 0.0) for c in range(2)]
+                for n in range(2)
+                for h in range(2)
+            ]
+        if half == 0:
+            self.store_aqk(x, self.aqk_row(sAll, block, r) + (16 * b + 2 * t) * 2)
+        else:
+            self.store_l(x, beta, sAll + inverse.at(16 * block + r, 16 * b + 2 * t))
 
     def store_aqk(self, pairs, to):
         for i, x in enumerate(pairs):
@@ -697,13 +727,13 @@ class KdaPrepare(GateSums, ExactRows, ChunkBound):
             )
             store_global(image + Int64(panel.vector_offset(16 * block + row, vector)), 0, words)
 
-    def write_inverse(self, image, sAll, rows, first, lane):
-        """M' = M diag(beta) and, where wanted, M, 8 rows from `first` on; zeros to the right of their block and behind the end."""
+    def write_inverse(self, image, sAll, rows, warp, lane):
+        """M' = M diag(beta) and, where wanted, M, 8 rows a warp; zeros to the right of their block and behind the end."""
         column = lane % 16 * 4
-        valid = Int32(column // 16 <= first // 16)
+        valid = Int32(column // 16 <= warp // 2)
         beta = load_shared(sAll + self.at_beta + column * 4, 0, 4)
         for i in range(0, 8, 2):
-            row = first + i + lane // 16
+            row = 8 * warp + i + lane // 16
             m = load_shared_if(sAll + self.at_m + inverse.at(row, column), 0, 4, valid, Float32)
             to = image + Int64(panel.vector_offset(row, column // 8) + lane % 2 * 8)
             store_global(to, 0, self.packed([a * b for a, b in zip(m, beta, strict=True)]))

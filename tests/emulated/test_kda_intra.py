@@ -282,6 +282,8 @@ GATES: dict[str, dict[str, Any]] = {
     "-1000": dict(gate="log", change=_fill(-1000.0)),
     "rows of -20": dict(gate="log", change=_rows(-20.0)),
     "rows of -1000": dict(gate="log", change=_rows(-1000.0)),
+    # Not A_log: its gradient is one number, which may cancel almost to nothing.
+    "bounded": dict(gate="bounded", a_log=False),
     "-5 by the bound": dict(gate="bounded", change=_fill(30.0)),
     "saturated softplus": dict(change=_fill(-60.0)),
     "large softplus": dict(change=_rows(60.0)),

@@ -38,4 +38,23 @@ def transpose(word):
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Uint32], [word])
 
 
-__all__ = ["ROWS", "block_address", "load_block", "load_transposed", "transpose", "transposed_address"]
+def _halves(a, b, which):
+    """The low (0) or high (1) halves of two words in one."""
+    return asm(f"prmt.b32 $0, $1, $2, {(0x5410, 0x7632)[which]:#x};", [Uint32], [a, b], volatile=False)
+
+
+def transpose_words(words):
+    """The same of 32-bit numbers, (r, 2t), (r, 2t + 1) to (2t, r), (2t + 1, r): a B operand of tf32 but for the order of rows."""
+    low, high = (transpose(_halves(*words, i)) for i in range(2))
+    return [_halves(low, high, i) for i in range(2)]
+
+
+__all__ = [
+    "ROWS",
+    "block_address",
+    "load_block",
+    "load_transposed",
+    "transpose",
+    "transpose_words",
+    "transposed_address",
+]

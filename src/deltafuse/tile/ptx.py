@@ -200,6 +200,11 @@ def as_float(word):
     return asm("mov.b32 $0, $1;", [Float32], [word], volatile=False)
 
 
+def as_word(x):
+    """The reverse."""
+    return asm("mov.b32 $0, $1;", [Uint32], [x], volatile=False)
+
+
 def to_tf32(x):
     """x rounded to tf32, as bits."""
     return asm("cvt.rna.tf32.f32 $0, $1;", [Uint32], [x], volatile=False)

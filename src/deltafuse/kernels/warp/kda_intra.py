@@ -21,9 +21,10 @@ version of its operands:
 
     rows  q_i, beta_i k_i  times 2^(H_i + S)            columns  k_j 2^(c_b - H_j - S)
 
-c_b = 0 where the block's H are within -120 .. 30 and the type is bf16: rows and columns of the block then meet directly. Else
-c_b = t_b, all factors are at most 1, and the own block is done by `own_blocks_exactly`. Between blocks, sums decay in the
-accumulators: after the products with a block they are multiplied by a vector over columns (`powers`).
+c_b = 0 where the block's H are within -120 .. 30 ("fits") and the type is bf16: rows and columns of the block then meet directly.
+Else c_b = t_b, all factors are at most 1, and the own block is done by `kda_intra_exact`: at once in tf32 where it fits, level by
+level where it does not. Between blocks, sums decay in the accumulators: after the products with a block they are multiplied by a
+vector over columns (`powers`).
 
 Registers. Lane 4 r + t has, of rows r and r + 8, columns 32 p + 8 t .. + 7 of the warp's 64 for p = 0, 1: 16 bytes of the io type, which
 is what a load or store takes. "Group" c is half of that, columns 32 (c / 2) + 8 t + 4 (c % 2) .. + 3 of all t. Tile u = 0, 1 of the
@@ -32,7 +33,7 @@ and what follows are done group by group; dq and dk wait in the io type, times t
 takes away. The gate goes the other way, a lane has 2 columns of the block's 16 rows, and crosses over through shared memory: H on the way
 in, dG on the way out. In odd rows neighbouring 16 bytes change places, so that both ways are free of bank conflicts.
 
-Registers are short: nothing may be spilled where blocks fit, since a stack of all CTAs is as large as L2. Loads are `early`, where
+Registers are short: little may be spilled where blocks fit, since a stack of all CTAs is as large as L2. Loads are `early`, where
 nothing would wait for them otherwise, and addresses are made anew rather than kept. q, k and the raw gate come a second time from L2.
 
 Timeline (| is a barrier of the CTA)
@@ -258,7 +259,7 @@ class KdaIntra(OwnBlocks, GateSide):
         x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
         x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
         for groups in const_expr(self.plan):
-            self.columns(x, groups)
+            self.columns(x, groups, mQ, mK)
         cute.arch.sync_warp()
         x = self.afresh(x)
         # What the rest needs is on its way before the barrier.
@@ -483,6 +484,8 @@ class KdaIntra(OwnBlocks, GateSide):
 
     def column_shift(self, x, c):
         """c_b of this lane's columns of group c."""
+        if not self.bf16:
+            return self.vector_of(x.sOwn, COLUMN, c)
         return load_shared_if(x.sOwn, COLUMN * self.vector + self.at_group(c, 4), 4, Int32(1) - Int32(x.fits))
 
     def own_tiles(self, x, operand, c):
@@ -490,7 +493,7 @@ class KdaIntra(OwnBlocks, GateSide):
         return (x.sMine ^ (32 * c)) + operand * self.operand_bytes
 
     # ---- products ------------------------------------------------------------------------------------------------------------------
-    def columns(self, x, parts):
+    def columns(self, x, parts, mQ, mK):
         """Groups, of which a lane has consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
 
         A pair i >= j of rows adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
@@ -515,7 +518,7 @@ class KdaIntra(OwnBlocks, GateSide):
                         for e in range(4):
                             to[h, e] = r[h, first + e]
                 self.apply_powers(x, [[w[2 * n :][:2] for w in words] for words in given], known[g], sums, c)
-                self.add_exact(x, sums, c)
+                self.add_own(x, sums, c, mQ, mK)
                 self.finish_group(x, sums, c)
 
     def apply_powers(self, x, given, known, sums, c):
@@ -592,8 +595,9 @@ class KdaIntra(OwnBlocks, GateSide):
         for b in cutlass.range(x.block, unroll=1):
             self.earlier_block(x, rY, rX, b, groups)
             self.decay(x, (rY, rX), LAST + b + (LINK - LAST) * Int32(b + 1 < x.block), groups)
-        if x.fits:
-            self.earlier_block(x, rY, rX, x.block, groups)
+        if const_expr(self.bf16):  # noqa: SIM102
+            if x.fits:
+                self.earlier_block(x, rY, rX, x.block, groups)
 
     def earlier_block(self, x, rY, rX, b, groups):
         da = blocks.load_block(x.sBlocks ^ (32 * b))
@@ -611,8 +615,9 @@ class KdaIntra(OwnBlocks, GateSide):
             if b - 1 == x.block:
                 row = LAST + x.block
             self.decay(x, (rZ,), row, groups)
-        if x.fits:
-            self.later_block(x, rZ, x.block, groups)
+        if const_expr(self.bf16):  # noqa: SIM102
+            if x.fits:
+                self.later_block(x, rZ, x.block, groups)
 
     def later_block(self, x, rZ, b, groups):
         da = load_transposed(x.sTransposed + b * blocks.ROWS)

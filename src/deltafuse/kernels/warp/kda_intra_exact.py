@@ -1,6 +1,8 @@
-"""`kda_intra`, blocks that do not fit: a block's pairs among themselves with factors of at most 1 at any gate that does not grow.
+"""`kda_intra`, own blocks: a block's pairs among themselves where its operands of 16 bits are not made to meet.
 
-Pairs of rows are sorted by level, where their decays can be split without growth: see `tile.levels`.
+Blocks that do not fit go level by level (`tile.levels`), with factors of at most 1 at any gate that does not grow; sums wait in local
+memory. fp16 has no exponents for blocks that fit. Its own blocks take operands in tf32, which has the significant bits of fp16 and the
+exponents of bf16, made from q and k group by group: once through local memory would cost more than the products.
 """
 
 # mypy: ignore-errors
@@ -14,9 +16,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from ...tile import blocks, panel
 from ...tile.levels import meeting_factors, only_level
 from ...tile.matrices import load_transposed
-from ...tile.mma import mma_16bit
-from ...tile.ptx import asm, fma, load_global, unpack
-from .kda_intra_gate import BETA, NORM_K, OF_Q, SCALE_Q
+from ...tile.mma import mma_16bit, mma_tf32
+from ...tile.ptx import as_float, as_word, asm, exp2, fma, load_global, to_tf32, unpack
+from .kda_intra_gate import BETA, NORM_K, OF_Q, SCALE_Q, SHIFT
 
 EXACT_Y, EXACT_X, EXACT_Z, EXACT_G, EXACT_K = range(5)
 """What the exact way gives; the last is k itself."""
@@ -109,11 +111,65 @@ class OwnBlocks:
         return unpack(self.dtype, word)[0]
 
     @cute.jit
-    def add_exact(self, x, sums, c: cutlass.Constexpr):
-        """The own block's part where it did not fit, and k, which the operand may have lost."""
-        if not x.fits:
-            for h in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(4):
-                    for kind, r in enumerate(sums):
-                        given = x.rExact[kind, h, 4 * c + e]
-                        r[h, e] = given if const_expr(kind == EXACT_K) else r[h, e] + given
+    def add_own(self, x, sums, c: cutlass.Constexpr, mQ, mK):
+        """The own block's part where the products with blocks have left it out."""
+        if const_expr(self.bf16):
+            if not x.fits:
+                self.add_exact(x, sums, c)
+        elif x.fits:
+            self.add_wide(x, sums, c, mQ, mK)
+        else:
+            self.add_exact(x, sums, c)
+
+    def add_exact(self, x, sums, c):
+        """What the exact way gave, and k, which the operand may have lost."""
+        for h in range(2):
+            for e in range(4):
+                for kind, r in enumerate(sums):
+                    given = x.rExact[kind, h, 4 * c + e]
+                    r[h, e] = given if kind == EXACT_K else r[h, e] + given
+
+    # ---- tf32: the significant bits of fp16, the exponents of bf16 -----------------------------------------------------------------
+    def add_wide(self, x, sums, c, mQ, mK):
+        """The own block by q 2^(H + S), beta k 2^(H + S) and k 2^(-H - S) in tf32, a tile of 8 columns at a time; k itself."""
+        rQ = cute.make_rmem_tensor((2, 4), Float32)
+        for r, m, which in ((rQ, mQ, SCALE_Q), (sums[EXACT_K], mK, NORM_K)):
+            self.load_group(x, r, self.row_addresses(m, x, x.key_head, 2), which, c)
+        H = [self.sums_of_gate(x, h, c) for h in range(2)]
+        for u in range(2):
+            self.add_wide_tile(x, sums, rQ, [f[2 * u : 2 * u + 2] for f in H], u)
+
+    def add_wide_tile(self, x, sums, rQ, H, u):
+        rY, rX, rZ, rG, rK = sums
+        beta = self.scalars_of(x, BETA)
+        places = [(h, 2 * u + e) for h in range(2) for e in range(2)]
+        up = [exp2(f + SHIFT) for row in H for f in row]
+        down = [exp2(-SHIFT - f) for row in H for f in row]
+        q = [to_tf32(rQ[at] * f) for at, f in zip(places, up, strict=True)]
+        k = [to_tf32(rK[at] * f) for at, f in zip(places, down, strict=True)]
+        beta_k = [to_tf32(rK[at] * beta[at[0]] * f) for at, f in zip(places, up, strict=True)]
+        y, z, x_sums = ([Float32(0.0)] * 4 for _ in range(3))
+        for h in range(2):
+            of_q, of_k, of_beta = (blocks.transpose_words(w[2 * h : 2 * h + 2]) for w in (q, k, beta_k))
+            da, dl = (
+                self.wide_block(blocks.load_block((x.sBlocks ^ (32 * x.block)) + i * panel.BYTES), h) for i in range(2)
+            )
+            y, x_sums = mma_tf32(da, of_k, y), mma_tf32(dl, of_k, x_sums)
+            da, dl = (
+                self.wide_block(load_transposed(x.sTransposed + x.block * blocks.ROWS + i * panel.BYTES), h)
+                for i in range(2)
+            )
+            z = mma_tf32(dl, of_beta, mma_tf32(da, of_q, z))
+        for i, at in enumerate(places):
+            of_q, of_k, of_beta = (as_float(w[i]) for w in (q, k, beta_k))
+            if self.config.l2norm:
+                x.rSums[OF_Q, at[0]] = fma(of_q, y[i], x.rSums[OF_Q, at[0]])
+            rG[at] = rG[at] + fma(of_q, y[i], fma(of_beta, x_sums[i], -of_k * z[i]))
+            rY[at] = fma(y[i], up[i], rY[at])
+            rX[at] = fma(x_sums[i], up[i], rX[at])
+            rZ[at] = fma(z[i], down[i], rZ[at])
+
+    def wide_block(self, words, h):
+        """Columns 8h .. + 7 of an A operand of 16 bits as one of tf32, which has columns 2t, 2t + 1 as its t, t + 4."""
+        numbers = [self.numbers([w]) for w in words[2 * h : 2 * h + 2]]
+        return [as_word(numbers[i][e]) for e in range(2) for i in range(2)]

@@ -127,20 +127,15 @@ class GateSide:
             factor = select(on, gates[0].factor(on), 0.0)
             for e, value in enumerate(self.gate_numbers(raw[i])):
                 sums[e] = fma(factor, gates[e].value(value), sums[e])
-                if self.bf16 and self.config.gate == "log":
+                if self.config.gate == "log":
                     low, high = fmin(low, sums[e]), fmax(high, sums[e])
             store_shared(*self.gate_place(x, i), sums)
         store_shared(x.sOwnGate, TOTAL * self.vector, sums)
-        if not self.bf16:
-            store_shared(x.sOwnGate, COLUMN * self.vector, sums)
-            cute.arch.sync_warp()
-            # Never, but nobody knows: branches that stay keep ptxas from loading what the exact way gives before there are registers.
-            return opaque(x.tid) < 0
         if self.config.gate != "log":
             # These gates are negative: the last row is the lowest.
             low = fmin(sums[0], sums[1])
         fits = cute.arch.vote_all_sync((low >= Float32(LOWEST)) & (high <= Float32(HIGHEST)))
-        store_shared(x.sOwnGate, COLUMN * self.vector, [select(fits, 0.0, s) for s in sums])
+        store_shared(x.sOwnGate, COLUMN * self.vector, [select(fits, 0.0, s) for s in sums] if self.bf16 else sums)
         cute.arch.sync_warp()
         return fits
 

@@ -84,7 +84,7 @@ def main() -> int:
                     flush=True,
                 )
                 fields = {"case": case.name, "dtype": str(dtype)[6:], "tensor": mine.tensor}
-                rows.append(about | fields | {"error": mine.value, "fla": theirs.value, "ratio": round(ratio, 3)})
+                rows.append(about | fields | {"error": mine.value, "fla_error": theirs.value, "ratio": round(ratio, 3)})
             append_csv(options.csv, rows)
     print(f"{above} above {ALLOWED} times fla's")
     return 1 if above else 0

@@ -65,7 +65,8 @@ def chunk_kda(
         use_qk_l2norm_in_kernel: divide q and k by `sqrt(sum(x^2) + 1e-6)` first.
         safe_gate: a promise that the gate is within `[lower_bound, 0)`, `lower_bound` in `[-5, 0)`. Results never depend on it.
         lower_bound: a negative number; also without `safe_gate` it chooses the bounded gate.
-        disable_recompute: keep the state of every chunk for the backward pass instead of every 8th: more memory, less work.
+        disable_recompute: keep for the backward pass what it would compute again (states of chunks; on this package's kernels
+            operands too): more memory, less work.
         return_intermediate_states: return a third result, the states at the start of every chunk, `[B, NT, HV, K, V]` in q's dtype
             (NT counts the chunks of all sequences where they are packed). Only without gradients.
         state_v_first: all states are `[..., V, K]`. `transpose_state_layout` is its old name.

@@ -192,6 +192,11 @@ class DeltaCall(NamedTuple):
     out: Tensor | None = None
     cp_context: Any = None
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Everything that is a tensor."""
+        return self[2:-1]
+
 
 def state_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """One layout from its two names."""

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import deltafuse
 from deltafuse import problem
 from deltafuse.autograd import decode_cute
+from deltafuse.autograd.kernels import kernels_of
 from deltafuse.kda import kda_layer_token
 from deltafuse.runtime import cache, probe
 
@@ -223,3 +226,89 @@ def test_threads_share_what_is_remembered(launches: list[Launch]) -> None:
     sizes = [70 + i % 5 for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert [shape[1] for shape in pool.map(call, sizes)] == sizes
+
+
+def pointers(found: list[Launch]) -> list[int]:
+    return [x.data_ptr() for _, _, args in found for x in args if isinstance(x, Tensor) and x.numel()]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_tensors_that_wrap_others_are_unwrapped(launches: list[Launch], gradients: bool) -> None:
+    """Kernels get what a subclass wraps, each part in a call of its own, as the dispatcher has it."""
+    given = {n: TwoTensor(x, x.clone()) if isinstance(x, Tensor) else x for n, x in chunked().items()}
+    for x in given.values():
+        if isinstance(x, Tensor) and gradients:
+            x.requires_grad_()
+    o, _ = deltafuse.chunk_kda(**given)
+    assert type(o) is TwoTensor
+    assert len(launches) == 4
+    assert 0 not in pointers(launches)
+    launches.clear()
+    given = {n: TwoTensor(x, x.clone()) if isinstance(x, Tensor) else x for n, x in sequences().items()}
+    y, _ = deltafuse.causal_conv1d(**given)
+    assert type(y) is TwoTensor
+    assert 0 not in pointers(launches)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_negations_that_are_put_off(launches: list[Launch], gradients: bool) -> None:
+    beta = torch.complex(torch.zeros(1, 70, 2), torch.rand(1, 70, 2)).conj().imag
+    assert beta.is_neg()
+    given = chunked(beta=beta)
+    given["q"].requires_grad_(gradients)
+    deltafuse.chunk_kda(**given)
+    assert launches
+    for _, _, args in launches:
+        assert not any(isinstance(x, Tensor) and x.is_neg() for x in args)
+
+
+def test_bounds_that_change_in_inference_mode_are_looked_at_again(launches: list[Launch]) -> None:
+    """Their tensors do not count what is written to them."""
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 30, 70])
+        deltafuse.chunk_kda(**chunked(cu_seqlens=bounds))
+        bounds[2] = 400
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            deltafuse.chunk_kda(**chunked(cu_seqlens=bounds))
+
+
+def leaves(tokens: int) -> dict[str, Any]:
+    given = {name: at(0, 1, tokens, 2, 64) for name in "qkvg"} | {"beta": at(0, 1, tokens, 2)}
+    return {n: x.requires_grad_() for n, x in given.items()} | {"disable_recompute": True, "backend": "cute"}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_is_kept_is_traced_for_any_length(launches: list[Launch], dynamic: bool | None) -> None:
+    compiled = torch.compile(
+        lambda **x: deltafuse.chunk_kda(**x)[0], fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    for tokens in (70, 71, 200):
+        given = leaves(tokens)
+        compiled(**given).sum().backward()
+        assert given["q"].grad.shape == given["q"].shape
+
+
+def test_what_is_kept_is_the_same_in_a_mode_and_outside(launches: list[Launch]) -> None:
+    """A checkpoint's second forward pass may run where the first one's mode is gone."""
+    given = leaves(70)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        o = checkpoint(lambda: deltafuse.chunk_kda(**given)[0], use_reentrant=False)
+    o.sum().backward()
+    assert given["q"].grad is not None
+
+
+def test_only_what_runs_is_warmed_up(launches: list[Launch]) -> None:
+    given = leaves(64 * 40)
+    listed, _ = deltafuse.backends.problem_of("chunk_kda", **given)
+    kernels = list(kernels_of(listed, HOPPER))
+    o, _ = deltafuse.chunk_kda(**given)
+    o.sum().backward()
+    assert {(name, config) for name, config, _ in launches} <= set(kernels)
+    given["disable_recompute"] = False
+    again, _ = deltafuse.backends.problem_of("chunk_kda", **given)
+    assert len(kernels) < len(list(kernels_of(again, HOPPER)))

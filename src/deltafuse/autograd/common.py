@@ -49,12 +49,17 @@ _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def check_once(
-    x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, may_end_early: bool = False
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    may_end_early: bool = False,
+    within: bool = False,
 ) -> None:
     """The values of the bounds, for ops that use them on the device alone: looked at once a tensor, since looking waits for the device.
 
-    The caller's copy on the CPU is looked at every time. A CUDA graph's capture cannot wait: kernels keep to the tensors' memory whatever
-    the values are.
+    The caller's copy on the CPU is looked at every time; so are tensors made in inference mode, which do not say when they are written,
+    except where kernels keep to the tensors' memory whatever the values are (`within`). A CUDA graph's capture cannot wait: what its
+    bounds are when it is replayed is the caller's.
     """
     if cu_seqlens is None:
         return
@@ -65,7 +70,7 @@ def check_once(
         return
     version = None if cu_seqlens.is_inference() else cu_seqlens._version
     state = (version, x.shape[1], may_end_early)
-    if _seen.get(cu_seqlens) != state:
+    if (version is None and not within) or _seen.get(cu_seqlens) != state:
         check_bounds(cu_seqlens, x.shape[1], may_end_early=may_end_early)
         _seen[cu_seqlens] = state
 
@@ -89,14 +94,20 @@ def written(*tensors: Tensor | None) -> None:
             torch.autograd.graph.increment_version(x)
 
 
-def observed() -> bool:
-    """Whether a compiler, modes or functional transforms want to see an op; where not, it may be run without the dispatcher."""
-    return (
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def observed(*given: Tensor | None) -> bool:
+    """Whether a compiler, modes, functional transforms or tensors themselves want to see an op; where not, it may be run without the
+    dispatcher. Tensors do that are of other classes, or whose memory has not their values yet (a negation put off)."""
+    if (
         torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
         or maybe_current_level() is not None
-    )
+    ):
+        return True
+    return any(x is not None and (type(x) not in _PLAIN or x.is_neg()) for x in given)
 
 
 def differentiable(forward: Function, setup: Callable[..., None], backward: Function) -> Function:

@@ -139,7 +139,11 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
     grads: list[Tensor | None] = [None] * 4
     if any(needs):
         # Gradients of gradients there are none, which the op says.
-        op: Any = torch.ops.deltafuse.causal_conv1d_bwd if torch.is_grad_enabled() or observed() else _compute_gradients
+        op: Any = (
+            torch.ops.deltafuse.causal_conv1d_bwd
+            if torch.is_grad_enabled() or observed(*ctx.saved_tensors, grad_y, grad_state)
+            else _compute_gradients
+        )
         found = op(*ctx.saved_tensors, ctx.silu, ctx.own, grad_y, grad_state if ctx.final else None, needs)
         grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
     grad_x, grad_weight, grad_bias, grad_initial = grads
@@ -185,7 +189,7 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
             call.x, call.weight, call.bias, call.residual, call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu,
             p.silu, p.output_final_state, own,
         )  # fmt: skip
-        if not own or observed():
+        if not own or observed(*given[:7]):
             y, state = torch.ops.deltafuse.causal_conv1d_fwd(*given)
         else:
             y, state = _differentiable(*given) if p.requires_grad else _compute(*given, call.known)
@@ -202,7 +206,7 @@ def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
     else:
         own = plan.backend == "cute"
         given = (call.x, call.cache, call.weight, call.bias, call.residual, p.silu)
-        if not own or observed():
+        if not own or observed(*given[:5]):
             y = torch.ops.deltafuse.causal_conv1d_update(*given, own)
         else:
             y = conv_cute.update(*given, **machine(call.x), known=call.known)

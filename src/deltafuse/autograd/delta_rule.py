@@ -125,7 +125,7 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, *rest):  # type: ignore[n
 def _recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     *options, gv, final, own = rest
     if own:
-        check_once(q, cu, cu_cpu, early)
+        check_once(q, cu, cu_cpu, early, within=True)
         tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, initial_state, cu)
         arch = machine(q)["arch"]
         o, state = decode_cute.recurrent_forward(tensors, DeltaOptions(*options), final=final, out=None, arch=arch)
@@ -200,7 +200,7 @@ _recurrent.register_autograd(_recurrent_grad, setup_context=_recurrent_setup)
 def _serve(q, k, v, g, beta, a_log, dt_bias, pool, indices, accepted, out, states, cu, cu_cpu, early, *rest):  # type: ignore[no-untyped-def]
     *options, own = rest
     if own:
-        check_once(q, cu, cu_cpu, early)
+        check_once(q, cu, cu_cpu, early, within=True)
         tensors = DeltaTensors(q, k, v, g, beta, a_log, dt_bias, None, cu)
         arch = machine(q)["arch"]
         decode_cute.recurrent_serve(tensors, DeltaOptions(*options), pool, indices, accepted, out, states, arch=arch)
@@ -263,8 +263,8 @@ def recurrent(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
 
         return fla.recurrent(call)
     own = plan.backend == "cute"
-    if own and not (p.requires_grad or observed()):
-        check_once(call.q, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
+    if own and not (p.requires_grad or observed(*call.tensors)):
+        check_once(call.q, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, within=True)
         results = decode_cute.recurrent(call, arch=machine(call.q)["arch"])
         if p.inplace or call.out is not None:
             written(call.out, call.initial_state if p.inplace else None)

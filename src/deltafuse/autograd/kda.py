@@ -79,9 +79,7 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_cpu, early, *flags
         states = q.new_empty((q.shape[0], chunks, v.shape[2], *inner))
     kept = [empty.clone() for _ in Kept._fields]
     if f.keep:
-        env = environment(q.device.type, q.device.index)
-        kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, f, env.sms)
-        kept = [empty.clone() if x is None else x for x in room_for_kept(q, v, n, cu is not None, kernels)]
+        kept = list(room_for_kept(q, v, n, cu is not None))
     return torch.empty_like(v, memory_format=torch.contiguous_format), state, states, *kept
 
 
@@ -118,7 +116,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.flags = Flags(*inputs[_TENSORS + 1 :])
     kept = output[3:] if ctx.flags.keep else ()
-    ctx.mark_non_differentiable(*(x for x in kept if x is not None))
+    ctx.mark_non_differentiable(*kept)
     ctx.save_for_backward(*inputs[:_TENSORS], *kept)
     ctx.early = inputs[_TENSORS]
     ctx.count = len(inputs)
@@ -133,7 +131,11 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: T
         grad_o = torch.zeros_like(read[2])
     *numbers, _states, keep = f.arguments
     # Gradients of gradients there are none, which the op says.
-    op: Any = torch.ops.deltafuse.kda_backward if torch.is_grad_enabled() or observed() else _compute_gradients
+    op: Any = (
+        torch.ops.deltafuse.kda_backward
+        if torch.is_grad_enabled() or observed(*saved, grad_o, grad_state)
+        else _compute_gradients
+    )
     grads = op(*read, *bounds, ctx.early, *numbers, keep, grad_o, grad_state if f.final else None, *kept)
     wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
     own = [grad if x is not None and need else None for grad, x, need in wanted]
@@ -150,8 +152,9 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
     given = (call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens)
     state: Tensor | None
     states: Tensor | None
-    if observed() or p.requires_grad:
-        op = torch.ops.deltafuse.kda_forward if observed() else _differentiable
+    seen = observed(*given)
+    if seen or p.requires_grad:
+        op = torch.ops.deltafuse.kda_forward if seen else _differentiable
         o, state, states, *_ = op(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
     else:
         form = call.known.get(Form)

@@ -67,6 +67,11 @@ class BackwardKernels:
         ):
             yield from ((name, config) for config in configs if config is not None)
 
+    def launched(self, kept: bool) -> list[tuple[str, Any]]:
+        """Those that run; what the forward pass has kept is not made again."""
+        again = (self.prepare, self.ends, self.transitions, self.combine, self.scan)
+        return [(name, config) for name, config in self if not (kept and config in again)]
+
 
 @lru_cache(maxsize=4096)
 def plan_backward(
@@ -168,8 +173,9 @@ def backward(
     head = (count, value_heads)
 
     numbers = (flags.scale, flags.lower_bound, flags.beta_limit)
-    made = kept or room_for_kept(q, v, sequences, cu_seqlens is not None, kernels)
-    factors, scores, decay, beta_eff, hs, bound = made
+    made = kept or room_for_kept(q, v, sequences, cu_seqlens is not None)
+    factors, scores, decay, beta_eff, hs, room = made
+    bound = room if own.prepare.bound else None
     if kept is None:
         load("warp.kda_prepare", own.prepare, arch)(
             *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, *numbers
@@ -184,7 +190,7 @@ def backward(
     load("sm90.kda_inter", own.inter, arch)(
         factors, scores, decay, beta_eff, hs, dhs, v, do, y, cu_seqlens, dfactors, dscores, dgi, direct, sms
     )
-    del factors, scores, hs, dhs, y, given, made, kept
+    del factors, scores, hs, dhs, y, given, made, kept, room
     grouped = heads != value_heads
     rows = (batch, tokens, value_heads if grouped else heads, key_dim)
     dq, dk = (q.new_empty(rows, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))

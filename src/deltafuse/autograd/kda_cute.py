@@ -26,10 +26,13 @@ from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load
 from .scan import scan_slots, slot_kernels
 
 
-@lru_cache(maxsize=4096)
-def padded(size: int, allowed: tuple[int, ...]) -> int:
+def _padded(size: int, allowed: tuple[int, ...]) -> int:
     """The next size that kernels take."""
     return next(x for x in allowed if x >= size)
+
+
+padded = lru_cache(maxsize=4096)(_padded)
+"""`_padded`, remembered; symbols cannot be."""
 
 
 BLACKWELL = {"sm_100a": 148, "sm_103a": 148}
@@ -306,7 +309,7 @@ class Kept(NamedTuple):
     decay: Tensor
     beta: Tensor
     states: Tensor
-    bound: Tensor | None
+    bound: Tensor
 
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Kept | None]
@@ -346,11 +349,18 @@ def run(form: Form, given: Inputs) -> Outputs:
         given = inputs
     q, k, v, g, beta, a_log, dt_bias, h0, cu_seqlens = given
     flags, heads, key_dim, value_dim = form.flags, form.value_heads, form.key_dim, form.value_dim
-    factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
-    scores = q.new_empty((form.slots, heads, 3 if flags.keep else 2, 64, 64))
-    decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
-    beta_eff = q.new_empty((form.slots, heads, 64), dtype=torch.float32) if flags.keep else None
-    bound = q.new_empty((form.slots, heads), dtype=torch.float32) if form.kernels.prepare.bound else None
+    kept = beta_eff = hs = bound = None
+    if flags.keep:
+        kept = room_for_kept(q, v, form.sequences, cu_seqlens is not None)
+        factors, scores, decay, beta_eff, hs, bound = kept
+    else:
+        factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
+        scores = q.new_empty((form.slots, heads, 2, 64, 64))
+        decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
+    if not form.kernels.prepare.bound:
+        bound = None
+    elif bound is None:
+        bound = q.new_empty((form.slots, heads), dtype=torch.float32)
     form.prepare(
         q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, flags.scale, flags.lower_bound,
         flags.beta_limit,
@@ -364,11 +374,8 @@ def run(form: Form, given: Inputs) -> Outputs:
         return *_narrowed(form, o, ht, None), None
     inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
     ht = q.new_empty((form.sequences, heads, *inner), dtype=torch.float32) if flags.final else None
-    hs = q.new_empty((form.slots, heads, *inner)) if flags.states else None
-    kept = None
-    if beta_eff is not None:
-        hs = q.new_empty((form.slots, heads, value_dim, key_dim))
-        kept = Kept(factors, scores, decay, beta_eff, hs, bound)
+    if flags.states:
+        hs = q.new_empty((form.slots, heads, *inner))
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     plan, early = form.kernels.schedule, None
     if plan.segments > 1:
@@ -408,15 +415,14 @@ def _segment_states(
     return starts, early
 
 
-def room_for_kept(q: Tensor, v: Tensor, sequences: int, packed: bool, kernels: Kernels) -> Kept:
-    """What is kept of a call, not yet written."""
-    key_dim, value_dim = padded(q.shape[3], KEY_DIMS), padded(v.shape[3], VALUE_DIMS)
+def room_for_kept(q: Tensor, v: Tensor, sequences: int, packed: bool) -> Kept:
+    """What is kept of a call, not yet written; of any call, cut into segments or not, since sizes may be symbols here."""
+    key_dim, value_dim = _padded(q.shape[3], KEY_DIMS), _padded(v.shape[3], VALUE_DIMS)
     head = (slots(q.shape[0], q.shape[1], sequences, packed), v.shape[2])
     wide: dict[str, Any] = dict(dtype=torch.float32)
     return Kept(
         q.new_empty((*head, 3, key_dim // 64, 64, 64)), q.new_empty((*head, 3, 64, 64)), q.new_empty((*head, key_dim), **wide),
-        q.new_empty((*head, 64), **wide), q.new_empty((*head, value_dim, key_dim)),
-        q.new_empty(head, **wide) if kernels.prepare.bound else None,
+        q.new_empty((*head, 64), **wide), q.new_empty((*head, value_dim, key_dim)), q.new_empty(head, **wide),
     )  # fmt: skip
 
 

@@ -34,10 +34,11 @@ def _chunk(p: DeltaProblem, env: Environment) -> Iterator[tuple[str, Any]]:
         return
     yield from kernels
     for grad_state in (False, True)[: 1 + p.output_final_state] if p.requires_grad else ():
-        yield from kda_backward.plan_backward(
+        backward = kda_backward.plan_backward(
             kernels, kda_cute.padded(p.value_dim, kda_cute.VALUE_DIMS), grouped=p.heads != p.value_heads,
             initial=p.has_initial_state, grad_state=grad_state, grad_initial=p.has_initial_state, v_first=p.state_v_first,
         )  # fmt: skip
+        yield from backward.launched(kernels.prepare.inverse)
 
 
 def _conv(p: ConvProblem) -> Iterable[tuple[str, Any]]:

@@ -28,7 +28,11 @@ def token(
     not reach. `call` has the projections that the convolutions have not seen yet as its q, k and v.
     """
     p, state = call.problem, call.initial_state
-    if plan.backend != "cute" or p.requires_grad or observed():
+    if (
+        plan.backend != "cute"
+        or p.requires_grad
+        or observed(*call.tensors, z, *caches, *weights, *(biases or ()), norm)
+    ):
         return None
     if (
         p.tokens != 1

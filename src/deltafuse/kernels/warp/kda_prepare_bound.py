@@ -1,7 +1,7 @@
 """`kda_prepare`, how much of a state a chunk leaves: a bound on the norm of its map of states, as a base-2 logarithm.
 
 A token maps the state by (I - beta k k^T) diag(2^g), whose spectral norm is at most max(1, |1 - beta |k|^2|) 2^(max_d g_d). A chunk's bound
-is the sum of the logarithms of these over its tokens: rigorous for any input, infinite or NaN where nothing is known. With normed keys and
+is the sum of the logarithms of these over its tokens: rigorous for any finite input, infinite where a column grows. With normed keys and
 a sigmoid times at most 2 the first factor is 1.
 """
 

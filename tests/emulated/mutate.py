@@ -28,7 +28,7 @@ WRONG = 2e-2
 
 SAYS = {
     MemoryFault: r"uninitialised|misaligned|out of bounds|outside|reaches|live mbarrier|swizzle",
-    RaceFault: r"not ordered after|in flight",
+    RaceFault: r"not ordered after|in flight|may still be queued",
     ProxyFault: r"fence\.proxy\.async",
     BarrierFault: r"still expected|more transaction bytes|no mbarrier is initialised|threads? count|arrives twice|threads arrived",
     Deadlock: r"warp \d+.*: waits for .* at PTX line \d+",

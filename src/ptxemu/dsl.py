@@ -112,16 +112,21 @@ def is_tensor(x: Any) -> bool:
     return hasattr(x, "untyped_storage")
 
 
-def tensors_in(x: Any) -> Iterator[Any]:
-    """All tensors in nested lists, tuples and dicts."""
-    if is_tensor(x):
+def found_in(x: Any, wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """All that is wanted in nested lists, tuples and dicts."""
+    if wanted(x):
         yield x
     elif isinstance(x, dict):
         for y in x.values():
-            yield from tensors_in(y)
+            yield from found_in(y, wanted)
     elif isinstance(x, list | tuple):
         for y in x:
-            yield from tensors_in(y)
+            yield from found_in(y, wanted)
+
+
+def tensors_in(x: Any) -> Iterator[Any]:
+    """All tensors in nested lists, tuples and dicts."""
+    return found_in(x, is_tensor)
 
 
 def check_cpu(x: Any) -> None:

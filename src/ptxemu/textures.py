@@ -45,14 +45,7 @@ class Texture:
 
 def textures_in(x: Any) -> Iterator[Texture]:
     """All textures and surfaces in nested lists, tuples and dicts."""
-    if isinstance(x, Texture):
-        yield x
-    elif isinstance(x, dict):
-        for y in x.values():
-            yield from textures_in(y)
-    elif isinstance(x, list | tuple):
-        for y in x:
-            yield from textures_in(y)
+    return dsl.found_in(x, lambda y: isinstance(y, Texture))
 
 
 def _describe(tensor: Any, geometry: str) -> CTexture:

@@ -1,6 +1,6 @@
 """The emulator against hardware: every launch of the emulated tests, replayed on a GPU once, its results kept.
 
-    pytest tests/emulated --conformance-corpus=FILE     here: write down every launch that ran without fault
+    pytest tests/emulated -n 0 --conformance-corpus=FILE  here: write down every launch that ran without fault
     python tests/emulated/conformance.py FILE OUT       on a GPU: run them there, write what came out to OUT (.json.gz)
     pytest tests/emulated                               anywhere: compare the emulator with tests/emulated/hardware/*.json.gz
     python tests/emulated/conformance.py --table FILE   anywhere: which instruction forms were compared, and how

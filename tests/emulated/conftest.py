@@ -19,6 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--conformance-corpus", help="write every launch without fault to this file")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--conformance-corpus") and config.getoption("dist", "no") != "no":
+        raise pytest.UsageError(
+            "--conformance-corpus: every worker would write its own file over the others'; allowed: -n 0"
+        )
+
+
 def _bytes(tensors: list[Any]) -> list[bytes]:
     import torch
 

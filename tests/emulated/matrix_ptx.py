@@ -11,6 +11,8 @@ import ptxemu
 
 BASE = 1024
 """The shared address of a kernel's first dynamic byte (no static shared memory)."""
+EMIN = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}
+"""Exponents of the smallest normal numbers."""
 BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "f32": 4, "s32": 4, "f64": 8}
 _TORCH = {
     "f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matrix_ptx import (
+    EMIN,
     decode,
     encode,
     fragment_a,
@@ -22,8 +23,6 @@ from matrix_ptx import (
 )
 
 import ptxemu
-
-EMIN = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}
 
 
 def kernel(opcode: str, counts: tuple[int, int, int, int], type_: str = "b32", before: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matrix_ptx import (
+    EMIN,
     decode,
     fragment_a,
     fragment_b,
@@ -22,8 +23,6 @@ from matrix_ptx import (
 from sparse_ptx import CHUNK, SMALL, Sparse, metadata_registers, sparse
 
 import ptxemu
-
-EMIN = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}
 
 
 def nibbles_packed(matrix: np.ndarray) -> np.ndarray:

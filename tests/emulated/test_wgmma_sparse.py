@@ -13,7 +13,6 @@ from matrix_ptx import (
     fragment_a,
     fragment_d,
     fused,
-    image_in,
     launch,
     matrix_d,
     module,
@@ -25,7 +24,7 @@ from matrix_ptx import (
     words_out,
 )
 from sparse_ptx import CHUNK, SMALL, Sparse, metadata_registers, sparse
-from test_wgmma import WAIT, Layout
+from test_wgmma import WAIT, Layout, judge, setup
 
 import ptxemu
 
@@ -95,22 +94,17 @@ def run(case: Case, a: Sparse, b: np.ndarray, c: np.ndarray, before: str = "", a
     if not case.registers:
         place(image, a.stored, case.a.at, case.a.swizzle, case.a.mn_major, case.a.lead, case.a.stride)
     place(image, b, case.b.at, case.b.swizzle, case.b.mn_major, case.b.lead, case.b.stride)
-    body = f"""
-    mov.u32 %r19, 65536;
-    {image_in()}
-    ld.global.u64 %desc0, [%descs];
-    ld.global.u64 %desc1, [%descs+8];
-    setp.eq.u32 %p1, 0, 0;
-    setp.ne.u32 %p2, 0, 0;
-{words_in("d", case.n_d, "acc", 128)}
-{words_in("a", 4, "regs", 128)}
-{words_in("r", 1, "meta", 128)}
+    body = (
+        setup(case)
+        + f"""{words_in("r", 1, "meta", 128)}
     {before}
     wgmma.fence.sync.aligned;
     {case.instruction()}
     {after}
     {WAIT}
-""" + words_out("d", case.n_d, "out", 128)
+"""
+        + words_out("d", case.n_d, "out", 128)
+    )
     warps = range(4)
     regs = [fragment_a(a.stored[16 * w : 16 * w + 16]) for w in warps] if case.registers else [np.zeros((4, 32))] * 4
     holders = a.nibbles.shape[1] // 4  # threads of four that one selector names
@@ -135,12 +129,7 @@ def check(case: Case, **options: Any) -> None:
     x, y, z = decode(a.dense, case.ta), decode(b, case.tb), decode(c, case.td)
     z = z * (case.scale_d == "%p1")
     exact, size = case.scale_a * (x @ y.T) + z, np.abs(x) @ np.abs(y.T) + np.abs(z)
-    if case.td == "s32":
-        expected = np.clip(exact, -(2**31), 2**31 - 1) if case.saturate else exact
-        assert (raw.view(np.int32) == expected.astype(np.int64).astype(np.int32)).all()
-        return
-    error = 2.0**-10 if case.td == "f16" else 2.0**-11 if BYTES[case.ta] == 1 else 2.0**-22
-    assert (np.abs(decode(raw, case.td) - exact) <= error * size).all()
+    judge(case, raw, exact, size)
 
 
 # ---- results ------------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     python bench/kda_gpu.py training                         # forward + backward
     python bench/kda_gpu.py forward --only packed --reps 50
     python bench/kda_gpu.py forward --compile-fla            # only fill Triton's cache, every case in a process of its own
+    python bench/kda_gpu.py forward --tune-ms 25             # fla's settings are tried 25 ms each instead of Triton's 125
 
 Gates come in two kinds. "forgetting": bounded below by -5, A_log and dt_bias 0, random raw gates, about -2.5 a token.
 "remembering": softplus with the initialisation of fla's layer, as trained models have in many channels. Each row says how many times as
@@ -15,6 +16,7 @@ Rows are appended to bench/results/kda_gpu.csv.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -110,6 +112,15 @@ def compile_fla(phase: str, rows: list[Row], reps: int) -> None:
         process.wait()
 
 
+def tune_in(ms: int) -> None:
+    """Triton's autotuner times every setting for this long (a fifth of it to warm up) instead of its 25 + 100 ms."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    bench = functools.partial(do_bench, warmup=ms // 5, rep=ms - ms // 5)
+    Autotuner.do_bench = property(lambda _: bench)
+
+
 def _compile_one(phase: str, row: Row) -> None:
     os.environ["FLA_CACHE_RESULTS"] = os.environ["TRITON_CACHE_AUTOTUNING"] = (
         "0"  # nothing is timed, so nothing is known
@@ -148,6 +159,7 @@ def main() -> int:
     parser.add_argument("--backends", default="cute,fla")
     parser.add_argument("--compile-fla", action="store_true")
     parser.add_argument("--compile-one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--tune-ms", type=int, default=0, help="milliseconds for each setting that fla tries")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = [r for r in (FORWARD_ROWS if options.phase == "forward" else TRAINING_ROWS) if options.only in r.title]
@@ -158,6 +170,8 @@ def main() -> int:
     if options.compile_fla:
         compile_fla(options.phase, rows, options.reps)
         return 0
+    if options.tune_ms:
+        tune_in(options.tune_ms)
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth:.0f} GB/s")
     about = about_run(CUDA)

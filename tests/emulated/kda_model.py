@@ -57,6 +57,31 @@ def image(m: torch.Tensor) -> torch.Tensor:
     return out.reshape(panels.shape)
 
 
+def _strip_places() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of a matrix in the order in which its strips have them."""
+    found = []
+    for s in range(4):
+        for i in range(16 * s, 64):
+            vectors = (1, 0) if i // 4 % 2 else (0, 1)
+            found += [(i, 16 * s + 8 * vector + c) for vector in vectors for c in range(8)]
+    rows, columns = torch.tensor(found).unbind(1)
+    return rows, columns
+
+
+def strips(m: torch.Tensor) -> torch.Tensor:
+    """Lower triangular matrices [..., 64, 64] as strips [..., 2560]."""
+    rows, columns = _strip_places()
+    return m[..., rows, columns]
+
+
+def from_strips(x: torch.Tensor) -> torch.Tensor:
+    """Strips as matrices, with zeros where strips have nothing."""
+    rows, columns = _strip_places()
+    out = torch.zeros(*x.shape[:-1], 64, 64, dtype=x.dtype)
+    out[..., rows, columns] = x
+    return out
+
+
 def log2_decay(
     kind: str, g: torch.Tensor, a_log: torch.Tensor | None, dt_bias: torch.Tensor | None, lower_bound: float
 ) -> torch.Tensor:

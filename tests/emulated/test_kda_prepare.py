@@ -47,7 +47,7 @@ class Case:
         io, (_, _, hv, dim) = x["q"].dtype, x["g"].shape
         self.out = {
             "factors": torch.full((slots, hv, 3, dim // 64, 64, 64), NAN, dtype=io),
-            "scores": torch.full((slots, hv, 3 if self.config.inverse else 2, 64, 64), NAN, dtype=io),
+            "scores": torch.full((slots, hv, *self.score_shape()), NAN, dtype=io),
             "decay": torch.full((slots, hv, dim), NAN),
         }
         if self.config.inverse:
@@ -66,6 +66,9 @@ class Case:
         )
         return launched
 
+    def score_shape(self) -> tuple[int, ...]:
+        return (2, 2560) if self.config.strips else (3 if self.config.inverse else 2, 64, 64)
+
     def expected(self) -> kda_model.Prepared:
         x, c = self.inputs, self.config
         return kda_model.prepare_model(
@@ -76,7 +79,9 @@ class Case:
     def matrices(self) -> dict[str, torch.Tensor]:
         """kd, qg, kg, m, aqk, decay and, where they are outputs, inverse and beta as the model has them."""
         rows = kda_model.matrix(self.out["factors"])
-        scores = kda_model.matrix(self.out["scores"].unsqueeze(-3))
+        strips = self.config.strips
+        scores = self.out["scores"]
+        scores = kda_model.from_strips(scores) if strips else kda_model.matrix(scores.unsqueeze(-3))
         names = ("m", "aqk", "inverse")[: scores.shape[2]]
         return {
             **{n: rows[:, :, i] for i, n in enumerate(("kd", "qg", "kg"))},
@@ -110,6 +115,7 @@ def make(
     strided: bool = False,
     inverse: bool = False,
     bound: bool = False,
+    strips: bool = False,
     arch: str = "sm_90a",
     seed: int = 0,
 ) -> Case:
@@ -154,7 +160,7 @@ def make(
     config = PrepareConfig(
         dtype=name(dtype), key_dim=key_dim, gate=gate, gate_dtype=name(gate_dtype), beta_dtype=name(beta_dtype), a_log=with_a,
         dt_bias=with_bias, l2norm=l2norm, beta_sigmoid=beta_sigmoid, cu_seqlens="" if bounds is None else name(bounds_dtype),
-        inverse=inverse, bound=bound,
+        inverse=inverse, bound=bound, strips=strips,
     )  # fmt: skip
     return Case(config, x, key_dim**-0.5, lower_bound, beta_limit, bounds, arch)
 
@@ -221,6 +227,16 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
     check(make(**KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, options in KINDS.items() if "inverse" not in options])
+def test_strips(kind: str) -> None:
+    """The scores as strips: bit for bit those of the panels."""
+    panels, strips = make(**KINDS[kind]), make(**KINDS[kind], strips=True)
+    check(strips)
+    panels.run()
+    for name, x in panels.matrices().items():
+        assert torch.equal(x, strips.matrices()[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

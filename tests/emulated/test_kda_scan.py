@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import kda_model
 import ptxemu
 from deltafuse.kernels.config import CHUNK, ScanConfig
 
@@ -95,7 +96,8 @@ class Operands:
         for x in (self.kd, self.qg, self.kg, self.m, self.a, self.decay):
             x[~used] = float("nan")
         self.factors = torch.stack([image(x) for x in (self.kd, self.qg, self.kg)], 2)
-        self.scores = torch.stack([image(x)[:, :, 0] for x in (self.m, self.a)], 2)
+        scores = [kda_model.strips(x) if p.config.strips else image(x)[:, :, 0] for x in (self.m, self.a)]
+        self.scores = torch.stack(scores, 2)
 
 
 class Run:
@@ -242,9 +244,11 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("strips", [False, True], ids=["panels", "strips"])
 @pytest.mark.parametrize("name", CASES)
-def test_result(name: str) -> None:
-    run = Run(CASES[name])
+def test_result(name: str, strips: bool) -> None:
+    problem = CASES[name]
+    run = Run(replace(problem, config=replace(problem.config, strips=strips)))
     launched = run.launch(seed=len(name), shuffle=True)
     assert launched.cluster == (run.p.config.cluster, 1, 1)
     run.check()

@@ -87,7 +87,7 @@ def plan_backward(
     """The backward pass of a forward pass; `grad_state`: the final state has a gradient, `grad_initial`: the initial one's is wanted."""
     p, plan = kernels.prepare, kernels.schedule
     common: dict[str, Any] = dict(dtype=p.dtype, key_dim=p.key_dim, cu_seqlens=p.cu_seqlens)
-    prepare = replace(p, inverse=True)
+    prepare = replace(p, inverse=True, strips=False)
     spread: dict[str, Any] = dict(tile=plan.tile, cluster=plan.cluster)
     narrow: dict[str, Any] = dict(tile=64, cluster=2 if value_dim % 128 == 0 else 1, readout=False, final=True)
     square: dict[str, Any] = dict(

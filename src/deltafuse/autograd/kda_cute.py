@@ -107,9 +107,10 @@ def plan_kernels(
     prepare = PrepareConfig(
         dtype=io, key_dim=key_dim, gate=flags.gate, gate_dtype=DTYPE_NAMES.get(gate_dtype, "float32"),
         beta_dtype=DTYPE_NAMES.get(beta_dtype, "float32"), a_log=a_log, dt_bias=dt_bias, l2norm=flags.l2norm,
-        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds, bound=plan.segments > 1, inverse=flags.keep,
+        beta_sigmoid=flags.beta_sigmoid, cu_seqlens=bounds, bound=plan.segments > 1, inverse=flags.keep, strips=not flags.keep,
     )  # fmt: skip
-    common: dict[str, Any] = dict(dtype=io, key_dim=key_dim, cu_seqlens=bounds, panels=3 if flags.keep else 2)
+    common: dict[str, Any] = dict(dtype=io, key_dim=key_dim, cu_seqlens=bounds)
+    common |= dict(panels=3 if flags.keep else 2, strips=not flags.keep)
     states: dict[str, Any] = dict(states=flags.states or flags.keep, by_value=flags.keep)
     if plan.segments == 1:
         scan = ScanConfig(
@@ -179,14 +180,14 @@ def kernels_of(problem: DeltaProblem, sms: int) -> Kernels:
     )  # fmt: skip
 
 
-def unbounded(prepare: PrepareConfig) -> PrepareConfig:
-    """`prepare` for a scan that is not cut into segments, such as Blackwell's."""
-    return replace(prepare, bound=False)
+def for_blackwell(prepare: PrepareConfig) -> PrepareConfig:
+    """`prepare` for Blackwell's scan, which is not cut into segments and reads whole panels."""
+    return replace(prepare, bound=False, strips=False)
 
 
 def blackwell_kernels(p: DeltaProblem, prepare: PrepareConfig, arch: str) -> Iterator[tuple[str, Any]]:
     """The kernels of a call on Blackwell; `prepare` is Hopper's."""
-    prepare = unbounded(prepare)
+    prepare = for_blackwell(prepare)
     yield "warp.kda_prepare", prepare
     apply, scan = slot_kernels(
         prepare.dtype, prepare.key_dim, padded(p.value_dim, VALUE_DIMS), p.sequences * p.value_heads, prepare.cu_seqlens,
@@ -272,7 +273,7 @@ class Form:
         value_heads, value_width = v.shape[2:]
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if arch in BLACKWELL:
-            kernels = replace(kernels, prepare=unbounded(kernels.prepare))
+            kernels = replace(kernels, prepare=for_blackwell(kernels.prepare))
         return Form(
             flags, kernels, arch, load, load("warp.kda_prepare", kernels.prepare, arch),
             None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads,
@@ -355,7 +356,8 @@ def run(form: Form, given: Inputs) -> Outputs:
         factors, scores, decay, beta_eff, hs, bound = kept
     else:
         factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
-        scores = q.new_empty((form.slots, heads, 2, 64, 64))
+        panel = (2560,) if form.kernels.prepare.strips else (64, 64)
+        scores = q.new_empty((form.slots, heads, 2, *panel))
         decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
     if not form.kernels.prepare.bound:
         bound = None

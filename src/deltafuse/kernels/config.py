@@ -21,7 +21,7 @@ class PrepareConfig:
     `gate` is "log" (g is the decay's natural logarithm), "softplus" or "bounded" (g is raw); `a_log`, `dt_bias` say whether these
     parameters are there. `cu_seqlens` is the dtype of the packed sequences' bounds, "" where sequences are not packed. `inverse`: the
     inverse without beta, and beta as the chunks have it, are wanted too, for the backward pass. `bound`: so is how much of a state a chunk
-    leaves at most (see `tile.early`).
+    leaves at most (see `tile.early`). `strips`: scores leave without most of their zeros (see `tile.panel`), which `inverse` rules out.
     """
 
     dtype: str = "bfloat16"
@@ -36,6 +36,7 @@ class PrepareConfig:
     cu_seqlens: str = ""
     inverse: bool = False
     bound: bool = False
+    strips: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class ScanConfig:
     `final`, `states`: whether the initial state is given, the final one wanted, every chunk's first state wanted (io dtype).
     `readout`: whether o is wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
     `by_value`: chunks' states are [V, K] whatever the layout of the others.
-    `panels` of scores a chunk: 3 where the inverse without beta is among them. `early`: segments may start early from zero; "decide" where
-    this pass says which ones do, "follow" where an earlier one has.
+    `panels` of scores a chunk: 3 where the inverse without beta is among them; `strips`: these are strips. `early`: segments may start
+    early from zero; "decide" where this pass says which ones do, "follow" where an earlier one has.
     """
 
     dtype: str = "bfloat16"
@@ -63,6 +64,7 @@ class ScanConfig:
     transition: bool = False
     cu_seqlens: str = ""
     panels: int = 2
+    strips: bool = False
     early: str = ""
 
     @property

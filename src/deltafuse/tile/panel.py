@@ -3,6 +3,11 @@
     element (row i, column c)  at  i * 64 + (((c // 8) ^ (i & 7)) * 8 + c % 8)
 
 It is laid out the same in global memory, so that it travels by plain bulk copies. Offsets here are in bytes.
+
+A lower triangular panel can be strips instead: four of 16 columns, each a 32-byte-swizzled image of its 64 rows. Strip s has zeros in rows
+before 16 s, which only shared memory holds: in global memory the rows from there on of all strips follow each other.
+
+    element (row i, column c of strip s)  at  s * 1024 + i * 16 + ((c // 8) ^ (i // 4 & 1)) * 8 + c % 8        in shared memory
 """
 
 # mypy: ignore-errors
@@ -11,8 +16,22 @@ from __future__ import annotations
 
 ROW = 128
 BYTES = 64 * ROW
+STRIP_ROW = 32
+STRIP = 64 * STRIP_ROW
+STRIPS_BYTES = 4 * STRIP - (16 + 32 + 48) * STRIP_ROW
+"""Of a panel's strips in global memory."""
 
 
 def vector_offset(row, vector):
     """Of the 16 bytes that hold columns 8 * vector ... 8 * vector + 7 of a row."""
     return row * ROW + ((vector ^ (row & 7)) * 16)
+
+
+def strip_vector_offset(row, vector):
+    """Of the 16 bytes that hold columns 8 * vector ... 8 * vector + 7 (vector 0 or 1) of a row of a strip in shared memory."""
+    return row * STRIP_ROW + ((vector ^ (row >> 2 & 1)) * 16)
+
+
+def packed_strip(s):
+    """Where row 0 of strip s would be in global memory: its first row there is 16 s."""
+    return s * STRIP - s * (s + 1) // 2 * (16 * STRIP_ROW)

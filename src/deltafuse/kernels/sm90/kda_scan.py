@@ -60,16 +60,18 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from ...tile import panel
 from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.early import codes
 from ...tile.fragments import keep_columns, round_to, widen
+from ...tile.ptx import store_shared
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ScanConfig
@@ -116,6 +118,8 @@ class KdaScan:
         self.o_stages = o_stages or (2 if self.groups == 1 else 1)
         # factors, scores (io dtype); decay (fp32)
         self.stage_bytes = 2 * PANEL * (self.panels * (self.readers + 1) + self.readers) + 4 * self.K
+        # What of it is copied.
+        self.copied_bytes = self.stage_bytes - config.strips * self.readers * (panel.BYTES - panel.STRIPS_BYTES)
         other = 512 + 2 * PANEL * self.groups * (
             self.v_stages * (not config.transition) + self.o_stages * config.readout + self.panels * config.states
         )
@@ -180,13 +184,21 @@ class KdaScan:
             # kd and qg; M' and Aqk: tiles 2 stage and 2 stage + 1 (one tile a stage without readout)
             rows=sm90.make_smem_layout_b(row, (64, CHUNK, self.K), dt, self.stages * self.readers),
             kg=sm90.make_smem_layout_b(col, (64, self.K, CHUNK), dt, self.stages),
-            scores=sm90.make_smem_layout_b(row, (64, CHUNK, CHUNK), dt, self.stages * self.readers),
+            scores=self.layout_of_scores(),
             v=sm90.make_smem_layout_epi(dt, col, (64, CHUNK), self.v_stages * self.groups),
             o=sm90.make_smem_layout_epi(dt, col, (64, CHUNK), self.o_stages * self.groups),
             states=sm90.make_smem_layout_epi(
                 dt, row if self.config.states_v_first else col, (64, 64), self.panels * self.groups
             ),
         )
+
+    def layout_of_scores(self):
+        """M' and Aqk, as panels or as strips."""
+        tiles = self.stages * self.readers
+        if not self.config.strips:
+            return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, CHUNK, CHUNK), self.dtype, tiles)
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, self.dtype)
+        return cute.tile_to_shape(atom, (CHUNK, CHUNK, tiles), order=(0, 1, 2))
 
     def tensor_copy(self, op, x, order, layout):
         """The copy of 64 x 64 tiles of `x` with its modes in `order`, and the tensor of its coordinates."""
@@ -234,9 +246,10 @@ class KdaScan:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self.shared()
         operands, values = self.pipelines(s)
+        self.clear_scores(s)
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -283,6 +296,16 @@ class KdaScan:
         s.value_barriers = smem.allocate_array(Int64, 2 * self.v_stages, byte_alignment=8)
         return s
 
+    @cute.jit
+    def clear_scores(self, s):
+        """Zeros where strips have them, for good: no copy writes there."""
+        if const_expr(self.config.strips):
+            tid, _, _ = cute.arch.thread_idx()
+            vectors = const_expr(self.stages * self.readers * panel.BYTES // 16)
+            for i in cutlass.range(tid, vectors, self.threads, unroll=1):
+                store_shared(s.scores_at.toint() + i * 16, 0, [Uint32(0)] * 4)
+            cute.arch.fence_proxy("async.shared", space="cta")
+
     def pipelines(self, s):
         """`operands`, whose stages every consumer warp of the cluster releases, and `values`."""
 
@@ -294,7 +317,7 @@ class KdaScan:
             num_stages=self.stages,
             producer_group=group(1),
             consumer_group=group(4 * self.groups * self.cluster),
-            tx_count=self.stage_bytes,
+            tx_count=self.copied_bytes,
             cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
             mcast_mode_mn=(0, 1),
             defer_sync=True,
@@ -405,15 +428,7 @@ class KdaScan:
                     cluster,
                     rank,
                 )
-                scores = s.scores_at + stage * (self.readers * PANEL)
-                bulk_load(
-                    mM[slot, at.hv, 0, None, None].iterator.align(16),
-                    scores.align(16),
-                    self.readers * PANEL,
-                    bar,
-                    cluster,
-                    rank,
-                )
+                self.fetch_scores(s.scores_at + stage * (self.readers * PANEL), mM, slot, at.hv, bar, rank)
                 kg = s.kg_at + stage * (CHUNK * K)
                 bulk_load(
                     mF[slot, at.hv, 2, 0, None, None].iterator.align(16), kg.align(16), CHUNK * K, bar, cluster, rank
@@ -421,6 +436,21 @@ class KdaScan:
                 decay = s.decay_at + stage * K
                 bulk_load(mD[slot, at.hv, None].iterator.align(16), decay.align(16), K, bar, cluster, rank)
             state.advance()
+
+    @cute.jit
+    def fetch_scores(self, scores, mM, slot, hv, bar, rank):
+        """A chunk's M' and Aqk; of strips the rows that are not zeros."""
+        cluster = const_expr(self.cluster)
+        if const_expr(self.config.strips):
+            for x in cutlass.range_constexpr(self.readers):
+                for i in cutlass.range_constexpr(4):
+                    first = const_expr(16 * i * panel.STRIP_ROW)
+                    src = mM[slot, hv, x, None].iterator + (panel.packed_strip(i) + first) // 2
+                    dst = scores + (x * panel.BYTES + i * panel.STRIP + first) // 2
+                    bulk_load(src.align(16), dst.align(16), (panel.STRIP - first) // 2, bar, cluster, rank)
+        else:
+            src = mM[slot, hv, 0, None, None].iterator
+            bulk_load(src.align(16), scores.align(16), self.readers * PANEL, bar, cluster, rank)
 
     @cute.jit
     def fetch_values(self, s, values, tma_v, tV, at):
@@ -746,7 +776,9 @@ def compile(config: ScanConfig, **tuning):
     return cute.compile(
         kernel,
         row_major(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
-        row_major(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
+        row_major(dt, (slots, heads, config.panels, panel.STRIPS_BYTES // 2), (1, 2))
+        if config.strips
+        else row_major(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
         row_major(Float32, (slots, heads, K), (1,)),
         None if config.transition else row_major(dt, (batch, tokens, heads, value_dim)),
         state(Float32, units, columns) if config.initial else None,

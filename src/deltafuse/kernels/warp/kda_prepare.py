@@ -80,7 +80,6 @@ from ...tile.ptx import (
     load_global_half,
     load_shared,
     load_shared_half,
-    load_shared_if,
     mad_long,
     mad_wide,
     pack,
@@ -97,13 +96,12 @@ from ...tile.sequence import chunk_of_slot
 from ..config import CHUNK, EPSILON, PrepareConfig
 from .kda_prepare_bound import ChunkBound
 from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
+from .kda_prepare_out import AQK_ROW, ScoresOut
 
-AQK_ROW = 144
-"""Bytes of a row of Aqk in shared memory."""
 MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}
 
 
-class KdaPrepare(ExactRows, ChunkBound):
+class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
     """The kernel for one `PrepareConfig`."""
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -117,6 +115,7 @@ class KdaPrepare(ExactRows, ChunkBound):
         self.blocks = 2
         # Panels of scores: M', Aqk and, where it is wanted, M.
         self.scores = 3 if config.inverse else 2
+        self.panel_bytes = panel.STRIPS_BYTES if config.strips else panel.BYTES
         # Of a warp's half: columns, steps of 32 of them, the gate's columns of a thread.
         self.width = self.K // 2
         self.steps = self.K // 64
@@ -284,7 +283,7 @@ class KdaPrepare(ExactRows, ChunkBound):
         cute.arch.sync_warp()
 
         out = self.places(mFactors.iterator.toint() + unit * (3 * self.K * CHUNK * 2), half, mine, lane)
-        image = mScores.iterator.toint() + unit * (self.scores * panel.BYTES)
+        image = mScores.iterator.toint() + unit * (self.scores * self.panel_bytes)
         rQ = cute.make_rmem_tensor((4, 2), Float32)
         rK = cute.make_rmem_tensor((4, 2), Float32)
         rows_q = cute.make_rmem_tensor((4, 2, self.steps), Uint32)
@@ -318,7 +317,7 @@ class KdaPrepare(ExactRows, ChunkBound):
         self.other_blocks(rows_q, rows_k, own, beta, role)
         cute.arch.sync_warp()
         if half == 0:
-            self.write_aqk(image + panel.BYTES, sAll, block, lane)
+            self.write_aqk(image + self.panel_bytes, sAll, block, lane)
         else:
             inverse.invert_block(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -716,31 +715,6 @@ class KdaPrepare(ExactRows, ChunkBound):
     def aqk_row(self, sAll, block, row):
         return sAll + self.at_tables + block * (2 * self.table) + row * AQK_ROW
 
-    # ---- M' and Aqk out ------------------------------------------------------------------------------------------------------------
-    def write_aqk(self, image, sAll, block, lane):
-        """The block's 16 rows; zeros to the right of its own columns."""
-        vector = lane % 8
-        for i in range(0, 16, 4):
-            row = i + lane // 8
-            words = load_shared_if(
-                self.aqk_row(sAll, block, row) + vector * 16, 0, 4, Int32(vector // 2 <= block), Uint32
-            )
-            store_global(image + Int64(panel.vector_offset(16 * block + row, vector)), 0, words)
-
-    def write_inverse(self, image, sAll, rows, warp, lane):
-        """M' = M diag(beta) and, where wanted, M, 8 rows a warp; zeros to the right of their block and behind the end."""
-        column = lane % 16 * 4
-        valid = Int32(column // 16 <= warp // 2)
-        beta = load_shared(sAll + self.at_beta + column * 4, 0, 4)
-        for i in range(0, 8, 2):
-            row = 8 * warp + i + lane // 16
-            m = load_shared_if(sAll + self.at_m + inverse.at(row, column), 0, 4, valid, Float32)
-            to = image + Int64(panel.vector_offset(row, column // 8) + lane % 2 * 8)
-            store_global(to, 0, self.packed([a * b for a, b in zip(m, beta, strict=True)]))
-            if self.config.inverse:
-                # Behind the end L is 0 and beta too, but the inverse has ones on its diagonal.
-                store_global(to, 2 * panel.BYTES, self.packed([select(row < rows, x, 0.0) for x in m]))
-
 
 def compile(config: PrepareConfig):
     """The launch function for `config`:
@@ -748,8 +722,9 @@ def compile(config: PrepareConfig):
     `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, bound | None, scale,
     lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32
     [HV]; dt_bias fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors [slots, HV, 3, K / 64, 64, 64], scores [slots, HV,
-    2, 64, 64] (M', Aqk) and decay fp32 [slots, HV, K]; with `inverse` scores [slots, HV, 3, 64, 64] (M', Aqk, M) and beta_eff fp32 [slots,
-    HV, 64]; with `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid).
+    2, 64, 64] (M', Aqk), with `strips` [slots, HV, 2, 2560], with `inverse` [slots, HV, 3, 64, 64] (M', Aqk, M), and decay fp32 [slots,
+    HV, K]; with `inverse` beta_eff fp32 [slots, HV, 64]; with `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate
+    "bounded"), beta_limit (the factor of beta's sigmoid).
     At least one token.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
@@ -775,7 +750,7 @@ def compile(config: PrepareConfig):
         dense(Float32, (cute.sym_int(),)) if config.dt_bias else None,
         dense(DTYPES[config.cu_seqlens], (cute.sym_int(),)) if config.cu_seqlens else None,
         dense(io, (slots, value_heads, 3, K // 64, 64, 64)),
-        dense(io, (slots, value_heads, kernel.scores, 64, 64)),
+        dense(io, (slots, value_heads, kernel.scores, *((kernel.panel_bytes // 2,) if config.strips else (64, 64)))),
         dense(Float32, (slots, value_heads, K)),
         dense(Float32, (slots, value_heads, CHUNK)) if config.inverse else None,
         dense(Float32, (slots, value_heads)) if config.bound else None,

@@ -69,16 +69,18 @@ def _strip_places() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def strips(m: torch.Tensor) -> torch.Tensor:
-    """Lower triangular matrices [..., 64, 64] as strips [..., 2560]."""
+    """Lower triangular matrices [..., 64, 64] as strips at the start of places of panels, NaN behind them."""
     rows, columns = _strip_places()
-    return m[..., rows, columns]
+    out = torch.full((*m.shape[:-2], 64 * 64), math.nan, dtype=m.dtype)
+    out[..., : len(rows)] = m[..., rows, columns]
+    return out.unflatten(-1, (64, 64))
 
 
 def from_strips(x: torch.Tensor) -> torch.Tensor:
     """Strips as matrices, with zeros where strips have nothing."""
     rows, columns = _strip_places()
-    out = torch.zeros(*x.shape[:-1], 64, 64, dtype=x.dtype)
-    out[..., rows, columns] = x
+    out = torch.zeros_like(x)
+    out[..., rows, columns] = x.flatten(-2)[..., : len(rows)]
     return out
 
 

@@ -47,7 +47,7 @@ class Case:
         io, (_, _, hv, dim) = x["q"].dtype, x["g"].shape
         self.out = {
             "factors": torch.full((slots, hv, 3, dim // 64, 64, 64), NAN, dtype=io),
-            "scores": torch.full((slots, hv, *self.score_shape()), NAN, dtype=io),
+            "scores": torch.full((slots, hv, 3 if self.config.inverse else 2, 64, 64), NAN, dtype=io),
             "decay": torch.full((slots, hv, dim), NAN),
         }
         if self.config.inverse:
@@ -65,9 +65,6 @@ class Case:
             **options,
         )
         return launched
-
-    def score_shape(self) -> tuple[int, ...]:
-        return (2, 2560) if self.config.strips else (3 if self.config.inverse else 2, 64, 64)
 
     def expected(self) -> kda_model.Prepared:
         x, c = self.inputs, self.config

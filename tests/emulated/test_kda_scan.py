@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import kda_model
 import pytest
 import torch
 
-import kda_model
 import ptxemu
 from deltafuse.kernels.config import CHUNK, ScanConfig
 

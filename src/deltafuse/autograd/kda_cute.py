@@ -356,8 +356,7 @@ def run(form: Form, given: Inputs) -> Outputs:
         factors, scores, decay, beta_eff, hs, bound = kept
     else:
         factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
-        panel = (2560,) if form.kernels.prepare.strips else (64, 64)
-        scores = q.new_empty((form.slots, heads, 2, *panel))
+        scores = q.new_empty((form.slots, heads, 2, 64, 64))
         decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
     if not form.kernels.prepare.bound:
         bound = None

@@ -5,7 +5,8 @@
 It is laid out the same in global memory, so that it travels by plain bulk copies. Offsets here are in bytes.
 
 A lower triangular panel can be strips instead: four of 16 columns, each a 32-byte-swizzled image of its 64 rows. Strip s has zeros in rows
-before 16 s, which only shared memory holds: in global memory the rows from there on of all strips follow each other.
+before 16 s, which only shared memory holds: in global memory the rows from there on of all strips follow each other, at the start of the
+panel's place.
 
     element (row i, column c of strip s)  at  s * 1024 + i * 16 + ((c // 8) ^ (i // 4 & 1)) * 8 + c % 8        in shared memory
 """

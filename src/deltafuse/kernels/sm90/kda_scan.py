@@ -445,7 +445,7 @@ class KdaScan:
             for x in cutlass.range_constexpr(self.readers):
                 for i in cutlass.range_constexpr(4):
                     first = const_expr(16 * i * panel.STRIP_ROW)
-                    src = mM[slot, hv, x, None].iterator + (panel.packed_strip(i) + first) // 2
+                    src = mM[slot, hv, x, None, None].iterator + (panel.packed_strip(i) + first) // 2
                     dst = scores + (x * panel.BYTES + i * panel.STRIP + first) // 2
                     bulk_load(src.align(16), dst.align(16), (panel.STRIP - first) // 2, bar, cluster, rank)
         else:
@@ -776,9 +776,7 @@ def compile(config: ScanConfig, **tuning):
     return cute.compile(
         kernel,
         row_major(dt, (slots, heads, 3, K // 64, 64, 64), (1, 2, 3, 4)),
-        row_major(dt, (slots, heads, config.panels, panel.STRIPS_BYTES // 2), (1, 2))
-        if config.strips
-        else row_major(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
+        row_major(dt, (slots, heads, config.panels, 64, 64), (1, 2, 3)),
         row_major(Float32, (slots, heads, K), (1,)),
         None if config.transition else row_major(dt, (batch, tokens, heads, value_dim)),
         state(Float32, units, columns) if config.initial else None,

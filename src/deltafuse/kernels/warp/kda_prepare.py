@@ -115,7 +115,6 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         self.blocks = 2
         # Panels of scores: M', Aqk and, where it is wanted, M.
         self.scores = 3 if config.inverse else 2
-        self.panel_bytes = panel.STRIPS_BYTES if config.strips else panel.BYTES
         # Of a warp's half: columns, steps of 32 of them, the gate's columns of a thread.
         self.width = self.K // 2
         self.steps = self.K // 64
@@ -283,7 +282,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         cute.arch.sync_warp()
 
         out = self.places(mFactors.iterator.toint() + unit * (3 * self.K * CHUNK * 2), half, mine, lane)
-        image = mScores.iterator.toint() + unit * (self.scores * self.panel_bytes)
+        image = mScores.iterator.toint() + unit * (self.scores * panel.BYTES)
         rQ = cute.make_rmem_tensor((4, 2), Float32)
         rK = cute.make_rmem_tensor((4, 2), Float32)
         rows_q = cute.make_rmem_tensor((4, 2, self.steps), Uint32)
@@ -317,7 +316,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         self.other_blocks(rows_q, rows_k, own, beta, role)
         cute.arch.sync_warp()
         if half == 0:
-            self.write_aqk(image + self.panel_bytes, sAll, block, lane)
+            self.write_aqk(image + panel.BYTES, sAll, block, lane)
         else:
             inverse.invert_block(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -722,9 +721,8 @@ def compile(config: PrepareConfig):
     `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, bound | None, scale,
     lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32
     [HV]; dt_bias fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors [slots, HV, 3, K / 64, 64, 64], scores [slots, HV,
-    2, 64, 64] (M', Aqk), with `strips` [slots, HV, 2, 2560], with `inverse` [slots, HV, 3, 64, 64] (M', Aqk, M), and decay fp32 [slots,
-    HV, K]; with `inverse` beta_eff fp32 [slots, HV, 64]; with `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate
-    "bounded"), beta_limit (the factor of beta's sigmoid).
+    2, 64, 64] (M', Aqk; with `inverse` 3: M too) and decay fp32 [slots, HV, K]; with `inverse` beta_eff fp32 [slots, HV, 64]; with
+    `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid).
     At least one token.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
@@ -750,7 +748,7 @@ def compile(config: PrepareConfig):
         dense(Float32, (cute.sym_int(),)) if config.dt_bias else None,
         dense(DTYPES[config.cu_seqlens], (cute.sym_int(),)) if config.cu_seqlens else None,
         dense(io, (slots, value_heads, 3, K // 64, 64, 64)),
-        dense(io, (slots, value_heads, kernel.scores, *((kernel.panel_bytes // 2,) if config.strips else (64, 64)))),
+        dense(io, (slots, value_heads, kernel.scores, 64, 64)),
         dense(Float32, (slots, value_heads, K)),
         dense(Float32, (slots, value_heads, CHUNK)) if config.inverse else None,
         dense(Float32, (slots, value_heads)) if config.bound else None,

@@ -7,7 +7,8 @@
     python bench/kda_gpu.py forward --tune-ms 25             # fla's settings are tried 25 ms each instead of Triton's 125
 
 Gates come in two kinds. "forgetting": bounded below by -5, A_log and dt_bias 0, random raw gates, about -2.5 a token.
-"remembering": softplus with the initialisation of fla's layer, as trained models have in many channels. Each row says how many times as
+"remembering": softplus with the initialisation of fla's layer, as trained models have in many channels. Shapes of fla's own benchmark
+list come with its gates, log sigmoids that are handed over, without states. Each row says how many times as
 long fla takes, and what share of its time the call's bytes alone take at the bandwidth of a large copy on the same card.
 Peaks of memory (arguments, results and a 0.25 GiB buffer that empties the cache included) stand in the order of the backends.
 Rows are appended to bench/results/kda_gpu.csv.
@@ -21,19 +22,20 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from deltafuse.cli.bench import BACKWARD, FORWARD, Job, about_run, append_csv, measure, spec_of
 from deltafuse.cli.bench import Row as Result
+from deltafuse.cli.specs import DeltaSpec
 from deltafuse.cli.timing import times
 
 RESULTS = Path(__file__).parent / "results" / "kda_gpu.csv"
 CUDA = torch.device("cuda")
 DOCUMENTS = "1300,547,2048,963,271,3063"
-KINDS = {"forgetting": "bounded", "remembering": "softplus"}
+KINDS = {"forgetting": "bounded", "remembering": "softplus", "given": "log"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ def _documents(count: int = 64, total: int = 32_768) -> str:
     return ",".join(map(str, lengths))
 
 
+# Those whose K this package has: of 256 fla's own kernels are used.
+OF_FLA = tuple(
+    Row(f"fla's {shape}", f"{shape},{k},{k}", "given", 1.0)
+    for shape, k in (("1,8192,96", 128), ("2,16384,16", 128), ("4,2048,16", 128), ("4,4096,64", 128), ("8,1024,8", 64))
+)
 FORWARD_ROWS = (
     Row("1x8192x64", "1,8192,64,128,128", "forgetting", 3.7),
     Row("1x8192x64", "1,8192,64,128,128", "remembering", 3.2),
@@ -77,6 +84,7 @@ FORWARD_ROWS = (
     Row("1x131072x4", "1,131072,4,128,128", "remembering", 3.0),
     Row("16x8192x16 V 256", "16,8192,16,128,256", "remembering", 3.0, training=True),
     Row("8x2048x32 over 8", "8,2048,8,128,128,32", "remembering", 3.0),
+    *OF_FLA,
 )
 TRAINING_ROWS = (
     Row("2x8192x32", "2,8192,32,128,128", "remembering", 3.0, training=True),
@@ -86,13 +94,19 @@ TRAINING_ROWS = (
     Row("1x32768x8", "1,32768,8,128,128", "remembering", 3.0, training=True),
     Row("packed 64", f"1,32768,16,128,128:{_documents()}", "remembering", 3.0, training=True),
     Row("8x2048x32 over 8", "8,2048,8,128,128,32", "remembering", 2.5, training=True),
+    *(replace(row, training=True) for row in OF_FLA),
 )
 
 
 def job(row: Row, phase: str, backend: str) -> Job:
     spec = spec_of("chunk_kda", row.shape, BACKWARD if row.training else FORWARD, KINDS[row.gates])
+    assert isinstance(spec, DeltaSpec)
     if row.gates == "forgetting":
-        spec = type(spec)(**{**asdict(spec), "decay": "forgetting", "safe_gate": True})
+        spec = replace(spec, decay="forgetting", safe_gate=True)
+    if row.gates == "given":
+        spec = replace(
+            spec, decay="ordinary", safe_gate=True, beta_sigmoid=False, initial_state=False, final_state=False, v_first=False
+        )  # fmt: skip
     return Job(spec, phase, torch.bfloat16, CUDA, backend)
 
 

@@ -9,10 +9,14 @@ from cutlass import Int32, Int64
 from .ptx import asm
 
 
-def copy_async(shared, address, offset):
-    """16 bytes to shared memory, `offset` (a constant) behind both addresses; there once the thread has called `wait_copies`."""
-    text = f"cp.async.cg.shared.global [$0+{offset}], [$1+{offset}], 16;"
-    asm(text, [], [Int32(shared), Int64(address)])
+def copy_async(shared, address, offset, policy=None):
+    """16 bytes to shared memory, `offset` (a constant) behind both addresses; there once the thread has called `wait_copies`.
+
+    policy: what L2 does with the line (`uncached.first_out`).
+    """
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", $2")
+    text = f"cp.async.cg.shared.global{hint} [$0+{offset}], [$1+{offset}], 16{last};"
+    asm(text, [], [Int32(shared), Int64(address), *([] if policy is None else [policy])])
 
 
 def wait_copies():

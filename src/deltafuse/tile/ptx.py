@@ -82,14 +82,16 @@ def load_shared_if(address, offset, n, valid, dtype=Float32):
     return asm(text, [dtype] * n, [Int32(address), Int32(valid)])
 
 
-def load_global(address, offset, n, dtype=Uint32, early=False):
+def load_global(address, offset, n, dtype=Uint32, early=False, policy=None):
     """n (1, 2, 4) registers at a global address, as a list.
 
     early: as a relaxed load, past L1, which ptxas leaves before the next branch. It moves others down next to their use to save registers,
-    and what should overlap comes one after the other.
+    and what should overlap comes one after the other. policy: what L2 does with the line (`uncached.first_out`).
     """
     order = ".relaxed.gpu" if early else ""
-    out = asm(f"ld{order}.global{_vector(n)}.b32 {_list(0, n)}, [${n}+{offset}];", [dtype] * n, [Int64(address)])
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", f", ${n + 1}")
+    args = [Int64(address)] if policy is None else [Int64(address), policy]
+    out = asm(f"ld{order}.global{hint}{_vector(n)}.b32 {_list(0, n)}, [${n}+{offset}]{last};", [dtype] * n, args)
     return out if n > 1 else [out]
 
 

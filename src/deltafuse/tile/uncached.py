@@ -48,9 +48,16 @@ def _load(name, address, offset, n, valid, policy=None):
     return out if n > 1 else [out]
 
 
-def first_out():
-    """A policy for `load_uncached`: what is read goes first where L2 wants room."""
-    return asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", [Int64], [])
+_FIRST, _AS_OTHERS = 0x12F0000000000000, 0x1000000000000000
+"""Policies, in the numbers that CUTLASS has for Hopper and Blackwell: `createpolicy` would make them anew, by five instructions."""
+
+
+def first_out(valid=None):
+    """A policy for accesses: what is read or written goes first where L2 wants room; where `valid` is 0 it stays as long as others."""
+    if valid is None:
+        return Int64(_FIRST)
+    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, $1, 0;\nselp.b64 $0, {_FIRST:#x}, {_AS_OTHERS:#x}, p;\n}}"
+    return asm(text, [Int64], [Int32(valid)], volatile=False)
 
 
 def load_uncached(address, offset, n, valid=None, early=False, policy=None):

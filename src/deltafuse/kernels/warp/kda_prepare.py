@@ -93,6 +93,7 @@ from ...tile.ptx import (
     unpack,
 )
 from ...tile.sequence import chunk_of_slot
+from ...tile.uncached import first_out
 from ..config import CHUNK, EPSILON, PrepareConfig
 from .kda_prepare_bound import ChunkBound
 from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
@@ -228,9 +229,11 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         place = (batch, cutlass.min(first, mQ.shape[1] - 1))
         sH = sAll + (4 * half + block) * self.region
         sRaw = sH if const_expr(self.raw_bits == 32) else sAll + self.at_columns + warp * (16 * self.raw_row)
+        # Inputs that nobody else reads leave L2 to the outputs, for the scan. q and k of grouped heads are read several times.
+        once = first_out(mQ.shape[2] == mFactors.shape[1])
         self.copy_gate(mG, place, last, head, sRaw, half, block, lane)
-        k = self.load_rows(self.row_addresses(mK, place, last, key_head, half, block, lane))
-        q = self.load_rows(self.row_addresses(mQ, place, last, key_head, half, block, lane))
+        k = self.load_rows(self.row_addresses(mK, place, last, key_head, half, block, lane), once)
+        q = self.load_rows(self.row_addresses(mQ, place, last, key_head, half, block, lane), once)
         a_log, dt_bias = self.load_parameters(mALog, mBias, head, half, lane)
         beta = Uint32(0)
         if warp < 2:
@@ -335,9 +338,9 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         rows = [place[1] + cutlass.min(16 * block + lane // 4 + 8 * h, last) for h in range(2)]
         return [mad_wide(row, Int32(mX.stride[1]) * 2, start) for row in rows]
 
-    def load_rows(self, addresses):
+    def load_rows(self, addresses, policy=None):
         """This lane's words of q or k: [m][row r, row r + 8][4]."""
-        return [[load_global(a, 64 * m, 4, early=True) for a in addresses] for m in range(self.steps)]
+        return [[load_global(a, 64 * m, 4, early=True, policy=policy) for a in addresses] for m in range(self.steps)]
 
     def copy_gate(self, mG, place, last, head, sRaw, half, block, lane):
         """The raw gate of the warp's rows and columns to shared memory, under way until `wait_copies`."""
@@ -347,10 +350,11 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         start = self.head_address(mG, place[0], head, half * self.width + vector * (16 // size), size)
         step = Int32(mG.stride[1]) * size
         rows = 32 // vectors
+        policy = first_out()
         to = sRaw + row * self.raw_row + vector * 16
         for i in range(0, 16, rows):
             address = mad_wide(place[1] + cutlass.min(16 * block + i + row, last), step, start)
-            copy_async(to + i * self.raw_row, address, 0)
+            copy_async(to + i * self.raw_row, address, 0, policy)
 
     def load_parameters(self, mALog, mBias, head, half, lane):
         """A_log, and dt_bias of this thread's columns."""

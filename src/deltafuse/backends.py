@@ -63,11 +63,12 @@ _choose = lru_cache(maxsize=4096)(choose)
 
 def plan(problem: Problem, device: torch.device, backend: str | None) -> Plan:
     """Decide what runs a problem; a fallback is said once for every reason."""
-    if not torch.compiler.is_compiling() and _explaining.get():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _explaining.get():
         raise _Asked(problem, device)
     requested = get_backend() if backend is None else _checked(backend, "backend")
     env = environment(device.type, device.index)
-    chosen = (choose if torch.compiler.is_compiling() else _choose)(problem, env, requested)  # type: ignore[arg-type]
+    chosen = (choose if compiling else _choose)(problem, env, requested)  # type: ignore[arg-type]
     if chosen.skipped:
         # On a CPU plain torch is what a user expects; on a GPU it is a fallback worth a warning.
         level = logging.WARNING if env.device == "cuda" else logging.INFO

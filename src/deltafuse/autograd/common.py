@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -82,6 +85,23 @@ def machine(x: Tensor) -> dict[str, Any]:
     return {"arch": env.arch, "sms": env.sms}
 
 
+Maker = Callable[[], Tensor]
+
+
+def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Maker:
+    """What makes a contiguous tensor of one form, without values, at every call of it.
+
+    Where a device cannot be another than the current one, tensors are made as torch.compile's code makes them: without the dispatcher,
+    which takes longer than the memory does.
+    """
+    strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
+    only = device.type == "cpu" or (device.type == "cuda" and torch.cuda.device_count() == 1)
+    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None) if only else None
+    if quick is not None:
+        return partial(quick, tuple(shape), strides, dtype)
+    return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
+
+
 def leaf(x: Tensor) -> Tensor:
     """x outside autograd: parameters ask for gradients where there are none, and DLPack may refuse to hand them over."""
     return x.detach() if x.requires_grad else x
@@ -107,7 +127,10 @@ def observed(*given: Tensor | None) -> bool:
         or maybe_current_level() is not None
     ):
         return True
-    return any(x is not None and (type(x) not in _PLAIN or x.is_neg()) for x in given)
+    for x in given:  # no generator: this is asked at every call
+        if x is not None and (type(x) not in _PLAIN or x.is_neg()):
+            return True
+    return False
 
 
 def differentiable(forward: Function, setup: Callable[..., None], backward: Function) -> Function:

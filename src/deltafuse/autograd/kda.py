@@ -42,6 +42,13 @@ def _run(form: Form, given: Inputs, cu_cpu: Tensor | None, early: bool) -> Outpu
     return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu)), kept
 
 
+def _known(*inputs: Any) -> tuple[Tensor | None, ...]:
+    """`_compute` of tensors of a known form, which comes last."""
+    *given, cu_cpu, early, form = inputs
+    *results, kept = _run(form, tuple(given), cu_cpu, early)  # type: ignore[arg-type]
+    return tuple(results) if kept is None else (*results, *kept)
+
+
 def _flat(outputs: Outputs) -> tuple[Tensor | None, ...]:
     """What is kept as outputs of their own."""
     *results, kept = outputs
@@ -113,10 +120,19 @@ def _(q, k, v, g, beta, a_log, dt_bias, initial_state, *rest):  # type: ignore[n
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _save(ctx, Flags(*inputs[_TENSORS + 1 :]), inputs, output)
+
+
+def _setup_known(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _save(ctx, inputs[-1].flags, inputs, output)
+
+
+def _save(ctx: Any, flags: Flags, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.flags = Flags(*inputs[_TENSORS + 1 :])
-    kept = output[3:] if ctx.flags.keep else ()
-    ctx.mark_non_differentiable(*kept)
+    ctx.flags = flags
+    kept = output[3:] if flags.keep else ()
+    if kept:
+        ctx.mark_non_differentiable(*kept)
     ctx.save_for_backward(*inputs[:_TENSORS], *kept)
     ctx.early = inputs[_TENSORS]
     ctx.count = len(inputs)
@@ -143,7 +159,7 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: T
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
-_differentiable = differentiable(lambda *inputs: _flat(_compute(*inputs)), _setup, _gradients)
+_differentiable = differentiable(_known, _setup_known, _gradients)
 
 
 def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -152,9 +168,8 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
     given = (call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens)
     state: Tensor | None
     states: Tensor | None
-    seen = observed(*given)
-    if seen or p.requires_grad:
-        op = torch.ops.deltafuse.kda_forward if seen else _differentiable
+    if observed(*given):
+        op = torch.ops.deltafuse.kda_forward
         o, state, states, *_ = op(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
     else:
         form = call.known.get(Form)
@@ -163,7 +178,10 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
             assert env.arch is not None
             form = Form.of(call.q, call.v, call.cu_seqlens, flags_of(p), kernels_of(p, env.sms), env.arch)
             call.known[Form] = form
-        o, state, states, _ = _run(form, given, call.cu_seqlens_cpu, p.use_graph)
+        if p.requires_grad:
+            o, state, states, *_ = _differentiable(*given, call.cu_seqlens_cpu, p.use_graph, form)
+        else:
+            o, state, states, _ = _run(form, given, call.cu_seqlens_cpu, p.use_graph)
     final = state if p.output_final_state else None
     if not p.intermediate_states:
         return o, final

@@ -22,7 +22,7 @@ from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig
 from ..kernels.schedule import Schedule, schedule
 from ..problem import DeltaProblem
 from ..runtime import cache
-from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load
+from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, Maker, maker
 from .scan import scan_slots, slot_kernels
 
 
@@ -240,7 +240,7 @@ def padded_state(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> 
 
 @dataclass
 class Form:
-    """What calls whose tensors look the same have in common: flags, launch functions, sizes of what is allocated.
+    """What calls whose tensors look the same have in common: flags, launch functions, what is allocated.
 
     `fine`: tensors that look so were handed to the kernels as they are; only their addresses can keep others from it.
     """
@@ -257,6 +257,14 @@ class Form:
     widths: tuple[int, int]
     sequences: int
     slots: int
+    inner: tuple[int, int]
+    factors: Maker
+    scores: Maker
+    decay: Maker
+    bound: Maker
+    output: Maker
+    final: Maker
+    states: Maker
     fine: bool = False
 
     @staticmethod
@@ -274,11 +282,21 @@ class Form:
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if arch in BLACKWELL:
             kernels = replace(kernels, prepare=for_blackwell(kernels.prepare))
+        key_dim, value_dim = padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS)
+        inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
+        head = (slots(batch, tokens, sequences, cu_seqlens is not None), value_heads)
+
+        def room(*shape: int, dtype: torch.dtype = q.dtype) -> Maker:
+            return maker(shape, dtype, q.device)
+
+        wide: Any = {"dtype": torch.float32}
         return Form(
             flags, kernels, arch, load, load("warp.kda_prepare", kernels.prepare, arch),
-            None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads,
-            padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS), (width, value_width), sequences,
-            slots(batch, tokens, sequences, cu_seqlens is not None),
+            None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads, key_dim, value_dim,
+            (width, value_width), sequences, head[0], inner,
+            factors=room(*head, 3, key_dim // 64, 64, 64), scores=room(*head, 2, 64, 64), decay=room(*head, key_dim, **wide),
+            bound=room(*head, **wide), output=room(batch, tokens, value_heads, value_dim),
+            final=room(sequences, value_heads, *inner, **wide), states=room(*head, *inner),
         )  # fmt: skip
 
     def laid_out(self, given: Inputs) -> Inputs:
@@ -349,19 +367,17 @@ def run(form: Form, given: Inputs) -> Outputs:
         form.fine = form.fine or all(a is b for a, b in zip(given, inputs, strict=True))
         given = inputs
     q, k, v, g, beta, a_log, dt_bias, h0, cu_seqlens = given
-    flags, heads, key_dim, value_dim = form.flags, form.value_heads, form.key_dim, form.value_dim
+    flags = form.flags
     kept = beta_eff = hs = bound = None
     if flags.keep:
         kept = room_for_kept(q, v, form.sequences, cu_seqlens is not None)
         factors, scores, decay, beta_eff, hs, bound = kept
     else:
-        factors = q.new_empty((form.slots, heads, 3, key_dim // 64, 64, 64))
-        scores = q.new_empty((form.slots, heads, 2, 64, 64))
-        decay = q.new_empty((form.slots, heads, key_dim), dtype=torch.float32)
+        factors, scores, decay = form.factors(), form.scores(), form.decay()
     if not form.kernels.prepare.bound:
         bound = None
     elif bound is None:
-        bound = q.new_empty((form.slots, heads), dtype=torch.float32)
+        bound = form.bound()
     form.prepare(
         q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, flags.scale, flags.lower_bound,
         flags.beta_limit,
@@ -373,15 +389,14 @@ def run(form: Form, given: Inputs) -> Outputs:
             sms=BLACKWELL[form.arch], load=form.load,
         )  # fmt: skip
         return *_narrowed(form, o, ht, None), None
-    inner = (value_dim, key_dim) if flags.state_v_first else (key_dim, value_dim)
-    ht = q.new_empty((form.sequences, heads, *inner), dtype=torch.float32) if flags.final else None
+    ht = form.final() if flags.final else None
     if flags.states:
-        hs = q.new_empty((form.slots, heads, *inner))
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        hs = form.states()
+    o = form.output()
     plan, early = form.kernels.schedule, None
     if plan.segments > 1:
         assert bound is not None
-        h0, early = _segment_states(form, operands, v, h0, ht, cu_seqlens, bound, inner)
+        h0, early = _segment_states(form, operands, v, h0, ht, cu_seqlens, bound)
     form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, plan.segments, plan.segment_chunks)
     if kept is not None:
         return *_narrowed(form, o, ht, None), kept
@@ -396,7 +411,6 @@ def _segment_states(
     ht: Tensor | None,
     cu_seqlens: Tensor | None,
     bound: Tensor,
-    inner: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """Segments' initial states, and the codes (`tile.early`) of segments, of which some have none.
 
@@ -406,7 +420,7 @@ def _segment_states(
     units, heads, decay = form.sequences * plan.segments, form.value_heads, operands[2]
     ends = decay.new_empty((units, heads, form.value_dim, form.key_dim))
     transitions = decay.new_empty((units, heads, form.key_dim, form.key_dim))
-    starts = decay.new_empty((units, heads, *inner))
+    starts = decay.new_empty((units, heads, *form.inner))
     early = decay.new_empty((units, heads), dtype=torch.int32)
     length = (plan.segments, plan.segment_chunks)
     segment, transition = (form.load("sm90.kda_scan", x, form.arch) for x in (kernels.segment, kernels.transition))

@@ -30,6 +30,13 @@ class Environment:
     sms: int = 0
 
     @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def __hash__(self) -> int:  # asked for at every call
+        return self._hash
+
+    @cached_property
     def arch(self) -> str | None:
         """What kernels are compiled for here, with all of the architecture's own instructions: "sm_90a"."""
         if self.capability is None:

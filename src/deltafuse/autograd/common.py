@@ -78,8 +78,17 @@ def check_once(
         _seen[cu_seqlens] = state
 
 
-def machine(x: Tensor) -> dict[str, Any]:
-    """The architecture to compile for and the number of multiprocessors, where x is."""
+def machine(x: Tensor, known: dict[Any, Any] | None = None) -> dict[str, Any]:
+    """The architecture to compile for and the number of multiprocessors, where x is; `known` as in `DeltaCall`."""
+    found = None if known is None else known.get(machine)
+    if found is None:
+        found = _machine(x)
+        if known is not None:
+            known[machine] = found
+    return found
+
+
+def _machine(x: Tensor) -> dict[str, Any]:
     env = environment(x.device.type, x.device.index)
     assert env.arch is not None
     return {"arch": env.arch, "sms": env.sms}

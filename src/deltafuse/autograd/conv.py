@@ -40,7 +40,7 @@ def _compute(
     if own:
         check_once(x, cu_seqlens, cu_seqlens_cpu)
         given = (x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state)
-        return conv_cute.forward(*given, **machine(x), known=known)
+        return conv_cute.forward(*given, **machine(x, known), known=known)
     checked_bounds(x, cu_seqlens, cu_seqlens_cpu)
     bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
     with without_autocast(x):
@@ -127,7 +127,8 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, ctx.silu, ctx.final, ctx.own = inputs
+    x, weight, bias, residual, initial_state, cu_seqlens, cu_seqlens_cpu, ctx.silu, ctx.final, ctx.own, *known = inputs
+    ctx.known = len(known)
     ctx.set_materialize_grads(False)
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens, cu_seqlens_cpu)
@@ -148,7 +149,7 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
         grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
     grad_x, grad_weight, grad_bias, grad_initial = grads
     grad_residual = grad_y.to(ctx.residual_dtype) if need_residual and grad_y is not None else None
-    return grad_x, grad_weight, grad_bias, grad_residual, grad_initial, None, None, None, None, None
+    return grad_x, grad_weight, grad_bias, grad_residual, grad_initial, *([None] * (5 + ctx.known))
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
@@ -192,7 +193,7 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
         if not own or observed(*given[:7]):
             y, state = torch.ops.deltafuse.causal_conv1d_fwd(*given)
         else:
-            y, state = _differentiable(*given) if p.requires_grad else _compute(*given, call.known)
+            y, state = (_differentiable if p.requires_grad else _compute)(*given, call.known)
     return y if y.shape == call.shape else y.view(call.shape), state if p.output_final_state else None
 
 
@@ -209,6 +210,6 @@ def update(call: ConvUpdateCall, plan: Plan) -> tuple[Tensor, Tensor]:
         if not own or observed(*given[:5]):
             y = torch.ops.deltafuse.causal_conv1d_update(*given, own)
         else:
-            y = conv_cute.update(*given, **machine(call.x), known=call.known)
+            y = conv_cute.update(*given, **machine(call.x, call.known), known=call.known)
             written(call.cache)
     return y if y.shape == call.shape else y.view(call.shape), call.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.config import ConvBackwardConfig, ConvConfig, ConvUpdateConfig
 from ..runtime import cache
-from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, leaf
+from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, Maker, leaf, maker
 
 FORWARD, BACKWARD, UPDATE = "warp.conv_forward", "warp.conv_backward", "warp.conv_update"
 
@@ -67,11 +67,13 @@ def _flat(x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class _Launch:
     """What calls have in common whose tensors look the same and start at the same bytes of 16: a launch function, None where there is
-    nothing to do, tokens of a range (sequences of a thread in an update), and whether tensors are handed over as they are."""
+    nothing to do, tokens of a range (sequences of a thread in an update), whether tensors are handed over as they are, and what is made."""
 
     function: Function | None
     span: int
     fine: bool
+    output: Maker
+    state: Maker | None = None
 
 
 def _starts(given: Iterable[Tensor | None], load: Load) -> tuple[object, ...]:
@@ -206,14 +208,13 @@ def forward(
                 less=0,
             )
             idle = x.numel() == 0 and not (output_final_state and sequences)
-            launch = _Launch(None if idle else load(FORWARD, config, arch), tokens, _same(given, laid_out))
+            launch = _Launch(
+                None if idle else load(FORWARD, config, arch), tokens, _same(given, laid_out), maker(x.shape, x.dtype, x.device),
+                maker((sequences, *weight.shape), x.dtype, x.device) if output_final_state else None,
+            )  # fmt: skip
             known[starts] = launch
         given = laid_out
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    state = None
-    if output_final_state:
-        sequences = x.shape[0] if bounds is None else bounds.shape[0] - 1
-        state = x.new_empty((sequences, *weight.shape))
+    y, state = launch.output(), launch.state() if launch.state is not None else None
     if launch.function is not None:
         launch.function(*given, y, state, launch.span)
     return y, state
@@ -356,10 +357,11 @@ def update(
             span = tuning.tokens or -(-count * tiles // (sms * 8 * (_THREADS // config.columns)))
             if span > 1:
                 span = -(-span // config.rows) * config.rows
-            launch = _Launch(load(UPDATE, config, arch) if count else None, span, _same(given, laid_out))
+            function = load(UPDATE, config, arch) if count else None
+            launch = _Launch(function, span, _same(given, laid_out), maker(x.shape, x.dtype, x.device))
             known[starts] = launch
         given = laid_out
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = launch.output()
     if launch.function is not None:
         launch.function(*given, y, launch.span)
         moved = given[1]

@@ -19,7 +19,7 @@ from ..problem import DeltaCall, DeltaProblem
 from ..reference.chunk import DeltaTensors
 from ..reference.options import DeltaOptions
 from ..runtime import cache
-from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, leaf
+from .common import DTYPE_NAMES, INDEX_NAMES, Function, Load, Maker, leaf, maker
 
 KERNEL = "warp.delta_decode"
 COLUMNS = 16
@@ -124,12 +124,13 @@ def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[T
         )
     pool, states = call.initial_state, None
     assert pool is not None
-    out = torch.empty_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out
+    out = _makers(tensors, options, known)[0]() if call.out is None else call.out
     if not p.inplace:
         states = pool.new_empty((p.batch * p.tokens, *pool.shape[1:]))
     recurrent_serve(
-        tensors, options, pool, call.state_indices, call.accepted, out, states, arch=arch, load=load, known=known
-    )
+        tensors, options, pool, call.state_indices, call.accepted, out, states, arch=arch, load=load, known=known,
+        apart=call.out is None,
+    )  # fmt: skip
     return out, pool if states is None else states
 
 
@@ -245,11 +246,12 @@ def launch(
     load: Load = cache.load,
     layout: tuple[int, int] | None = None,
     known: dict[Any, Any] | None = None,
+    apart: bool = False,
 ) -> None:
     """Run the kernel: reads `state` (None: zeros), writes `out`, and `final` (which may be `state`) as `store` says.
 
     What does not lie as the kernel wants it is copied, and copied back where it is written. `layout` as in `decode_config`.
-    `known`: what is known of calls with tensors that look like these and the same other arguments.
+    `known`: what is known of calls with tensors that look like these and the same other arguments. `apart`: `out` was made for this call.
     """
     given = (t.q, t.k, t.v, t.g, t.beta, t.a_log, t.dt_bias, state, indices, accepted, t.cu_seqlens, out, final)
     tensors = tuple([x if x is None else leaf(x) for x in given])
@@ -265,9 +267,10 @@ def launch(
             known[_Plan, load] = found
     plan, fine = found
     starts = [t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.g.data_ptr(), t.beta.data_ptr()]
-    first = out.data_ptr()
-    last = first + plan.spans[5]
-    apart = all(start >= last or first >= start + span for start, span in zip(starts, plan.spans, strict=False))
+    if not apart:
+        first = out.data_ptr()
+        last = first + plan.spans[5]
+        apart = all(start >= last or first >= start + span for start, span in zip(starts, plan.spans, strict=False))
     misplaced = starts[0] | starts[1] | (starts[3] if t.g.dim() == 4 else 0)
     for x in (state, final):
         if x is not None:
@@ -318,12 +321,11 @@ def recurrent_forward(
     known: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`(o [B, T, HV, V] in q's dtype, final state in float32, or None where it is not wanted)`."""
+    apart = out is None
+    output, state = _makers(t, options, known)
     if out is None:
-        out = torch.empty_like(t.v, memory_format=torch.contiguous_format)
-    written = None
-    if final:
-        inner = (t.v.shape[3], t.q.shape[3]) if options.state_v_first else (t.q.shape[3], t.v.shape[3])
-        written = t.q.new_empty((t.sequences, t.v.shape[2], *inner), dtype=torch.float32)
+        out = output()
+    written = state() if final else None
     launch(
         t,
         options,
@@ -334,8 +336,22 @@ def recurrent_forward(
         arch=arch,
         load=load,
         known=known,
+        apart=apart,
     )
     return out, written
+
+
+def _makers(t: DeltaTensors, options: DeltaOptions, known: dict[Any, Any] | None) -> tuple[Maker, Maker]:
+    """What makes the output and the final state in float32."""
+    found = None if known is None else known.get(_makers)
+    if found is None:
+        heads, value_dim = t.v.shape[2:]
+        inner = (value_dim, t.q.shape[3]) if options.state_v_first else (t.q.shape[3], value_dim)
+        states = (t.sequences, heads, *inner)
+        found = maker(t.v.shape, t.v.dtype, t.v.device), maker(states, torch.float32, t.v.device)
+        if known is not None:
+            known[_makers] = found
+    return found
 
 
 def recurrent_serve(
@@ -350,15 +366,16 @@ def recurrent_serve(
     arch: str,
     load: Load = cache.load,
     known: dict[Any, Any] | None = None,
+    apart: bool = False,
 ) -> None:
     """Decode on a pool of states, which is written unless `token_states` is there to take the state after every token.
 
-    As `reference.recurrent.recurrent_serve`; without `indices` the slot of sequence n is n.
+    As `reference.recurrent.recurrent_serve`; without `indices` the slot of sequence n is n. `apart` as in `launch`.
     """
     final = pool if token_states is None else token_states
     launch(
         t, options, state=pool, final=final, store=_store(indices, token_states is not None), out=out, indices=indices,
-        accepted=accepted, arch=arch, load=load, known=known,
+        accepted=accepted, arch=arch, load=load, known=known, apart=apart,
     )  # fmt: skip
 
 

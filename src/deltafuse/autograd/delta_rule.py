@@ -265,7 +265,7 @@ def recurrent(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
     own = plan.backend == "cute"
     if own and not (p.requires_grad or observed(*call.tensors)):
         check_once(call.q, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, within=True)
-        results = decode_cute.recurrent(call, arch=machine(call.q)["arch"])
+        results = decode_cute.recurrent(call, arch=machine(call.q, call.known)["arch"])
         if p.inplace or call.out is not None:
             written(call.out, call.initial_state if p.inplace else None)
         return results

@@ -62,7 +62,7 @@ def token(
     state = leaf(state)
     final = torch.empty(state.shape, dtype=torch.float32, device=state.device)
     y = decode_cute.layer_token(
-        t, decode_cute.options_of(p), state, final, eps=eps, arch=machine(call.q)["arch"], load=cache.load, known=known
+        t, decode_cute.options_of(p), state, final, eps=eps, arch=machine(call.q, call.known)["arch"], load=cache.load, known=known
     )
     written(*caches)
     return y.unsqueeze(1), final

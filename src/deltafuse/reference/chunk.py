@@ -27,7 +27,7 @@ from .layout import ChunkLayout, chunk_layouts
 from .options import CHUNKS_A_WINDOW, GATE_LOG, DeltaOptions, ceil_div, compute_dtype, kept_states
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DeltaTensors:
     """The tensors of one call as the caller passes them (`g` `[B, T, HV, K]` or `[B, T, HV]`)."""
 

@@ -82,6 +82,14 @@ def options_of(p: DeltaProblem) -> DeltaOptions:
     return DeltaOptions(p.scale, p.gate, p.lower_bound, p.l2norm, p.beta_sigmoid, p.beta_limit, p.state_v_first)
 
 
+def known_options(p: DeltaProblem, known: dict[Any, Any]) -> DeltaOptions:
+    """`options_of`, looked up in what is known of a call."""
+    options = known.get(DeltaOptions)
+    if options is None:
+        options = known[DeltaOptions] = options_of(p)
+    return options
+
+
 def _store(indices: Tensor | None, token_states: bool) -> str:
     """How a call on a pool writes states."""
     return "each" if token_states else "tokens" if indices is not None and indices.dim() == 2 else "last"
@@ -115,9 +123,7 @@ def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[T
     tensors = DeltaTensors(
         call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens
     )
-    options = known.get(DeltaOptions)
-    if options is None:
-        options = known[DeltaOptions] = options_of(p)
+    options = known_options(p, known)
     if not (p.pooled or p.inplace):
         return recurrent_forward(
             tensors, options, final=p.output_final_state, out=call.out, arch=arch, load=load, known=known
@@ -136,6 +142,8 @@ def recurrent(call: DeltaCall, *, arch: str, load: Load = cache.load) -> tuple[T
 
 def _rows_fine(x: Tensor, key_dim: int) -> bool:
     """Whether a lane can read x's last dimension in vectors of up to 16 bytes, from an aligned start."""
+    if x.is_contiguous():
+        return True
     unit = min(16 // x.element_size(), key_dim // 32)
     return x.stride(-1) == 1 and all(
         s % unit == 0 or n == 1 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True)
@@ -144,6 +152,8 @@ def _rows_fine(x: Tensor, key_dim: int) -> bool:
 
 def _states_fine(x: Tensor) -> bool:
     """Whether states [slots, HV, rows, columns] lie as the kernel reads and writes them, from an aligned start."""
+    if x.is_contiguous():
+        return True
     unit = 16 // x.element_size()
     rows, columns = x.shape[-2:]
     inner = x.stride(-1) == 1 and (rows == 1 or x.stride(-2) == columns)
@@ -155,7 +165,7 @@ def _parameter_fine(x: Tensor | None) -> bool:
 
 
 def _parameter(x: Tensor | None) -> Tensor | None:
-    return x if x is None else x.detach().float().contiguous()
+    return x if x is None else leaf(x) if _parameter_fine(x) else x.detach().float().contiguous()
 
 
 def _bytes(x: Tensor) -> int:
@@ -479,8 +489,15 @@ def layer_token(
     y = rms_norm(delta_rule(silu(conv(x)))) sigmoid(z), with q and k normalised, `options.gate` and beta's sigmoid. `final` may be `state`.
     `known` as in `launch`.
     """
+    found = None if known is None else known.get((layer_token, load))
+    if found is None:
+        function = load(LAYER_KERNEL, layer_config(t, options, state, final), arch)
+        found = function, maker(t.xv.shape, t.xv.dtype, t.xv.device)
+        if known is not None:
+            known[layer_token, load] = found
+    function, output = found
     if out is None:
-        out = torch.empty_like(t.xv, memory_format=torch.contiguous_format)
+        out = output()
     if state is not None and not _aligned_states(state):
         state = state.clone(memory_format=torch.contiguous_format)
     held = (
@@ -491,11 +508,6 @@ def layer_token(
     xq, xk, xv, f, beta, z = (x if x.stride(1) == 1 else x.contiguous() for x in (t.xq, t.xk, t.xv, t.f, t.beta, t.z))
     if not _rows_fine(f, t.key_dim) or f.data_ptr() % 16:
         f = f.clone(memory_format=torch.contiguous_format)
-    function = None if known is None else known.get((LayerDecodeConfig, load))
-    if function is None:
-        function = load(LAYER_KERNEL, layer_config(t, options, state, final), arch)
-        if known is not None:
-            known[LayerDecodeConfig, load] = function
     function(
         xq, xk, xv, *t.caches, *t.weights, *(t.biases or (None,) * 3), f, beta, z, t.norm,
         _parameter(t.a_log), _parameter(t.dt_bias), state, out, held, options.scale, options.lower_bound, options.beta_limit, eps,

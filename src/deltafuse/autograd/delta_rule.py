@@ -16,7 +16,7 @@ from ..reference.chunk import DeltaTensors, chunk_backward, chunk_forward
 from ..reference.options import CHUNKS_A_WINDOW, DeltaOptions, ceil_div, compute_dtype, kept_states
 from ..reference.recurrent import recurrent_forward, recurrent_serve
 from ..support import Plan
-from . import decode_cute
+from . import decode_cute, kda
 from .common import check_once, checked_bounds, host_bounds, machine, observed, without_autocast, written
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias"
@@ -244,8 +244,6 @@ def chunk(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None] | tuple[T
 
         return fla.chunk(call)
     if plan.backend == "cute":
-        from . import kda
-
         return kda.chunk(call)
     o, state, _, states = torch.ops.deltafuse.chunk_delta_rule(
         *_tensor_args(call), call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, *_option_args(p),

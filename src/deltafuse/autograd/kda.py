@@ -45,7 +45,7 @@ def _run(form: Form, given: Inputs, cu_cpu: Tensor | None, early: bool) -> Outpu
 def _known(*inputs: Any) -> tuple[Tensor | None, ...]:
     """`_compute` of tensors of a known form, which comes last."""
     *given, cu_cpu, early, form = inputs
-    *results, kept = _run(form, tuple(given), cu_cpu, early)  # type: ignore[arg-type]
+    *results, kept = _run(form, tuple(given), cu_cpu, early)
     return tuple(results) if kept is None else (*results, *kept)
 
 

@@ -11,7 +11,7 @@ from ..problem import DeltaCall, recall, remember
 from ..runtime import cache
 from ..support import Plan
 from . import decode_cute
-from .common import leaf, machine, observed, written
+from .common import leaf, machine, maker, observed, written
 
 
 def token(
@@ -60,10 +60,14 @@ def token(
         return None
     # Parameters stay leaves that want gradients where there is no autograd; DLPack may refuse to hand them over.
     state = leaf(state)
-    final = torch.empty(state.shape, dtype=torch.float32, device=state.device)
+    make = known.get(maker)
+    if make is None:
+        make = known[maker] = maker(state.shape, torch.float32, state.device)
+    final = make()
     y = decode_cute.layer_token(
-        t, decode_cute.options_of(p), state, final, eps=eps, arch=machine(call.q, call.known)["arch"], load=cache.load, known=known
-    )
+        t, decode_cute.known_options(p, call.known), state, final, eps=eps, arch=machine(call.q, call.known)["arch"], load=cache.load,
+        known=known,
+    )  # fmt: skip
     written(*caches)
     return y.unsqueeze(1), final
 

@@ -290,6 +290,7 @@ def recall(names: Form, values: Iterable[object]) -> tuple[Form | None, Any, dic
             names,
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),  # which has memory filled
             *[
                 x
                 if x is None or x is False or x is True

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deltafuse
 from deltafuse import problem
-from deltafuse.autograd import decode_cute
+from deltafuse.autograd import common, decode_cute
 from deltafuse.autograd.kernels import kernels_of
 from deltafuse.kda import kda_layer_token
 from deltafuse.runtime import cache, probe
@@ -215,6 +215,53 @@ def test_a_layer_s_token_looks_at_addresses_every_time(launches: list[Launch]) -
             launches.clear()
             assert (call(start) is not None) == taken
             assert len(launches) == taken
+
+
+@every_op
+def test_new_memory_is_filled_where_results_are_deterministic(name: str, launches: list[Launch]) -> None:
+    """As torch fills its own; also of a form of call that is remembered from before."""
+    op, inputs, _ = OPS[name]
+    with torch.no_grad():
+        op(**inputs())
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert op(**inputs())[0].isnan().all()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_of_a_remembered_call(launches: list[Launch], keep: bool) -> None:
+    found = []
+    for _ in range(3):
+        launches.clear()
+        given = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in chunked().items()}
+        y, state = deltafuse.chunk_kda(**given, output_final_state=True, disable_recompute=keep)
+        assert not y.is_inference()
+        grads = torch.autograd.grad(
+            [y, state], [given[x] for x in "qkvg"], [torch.ones_like(y), torch.ones_like(state)]
+        )
+        assert [x.shape for x in grads] == [given[x].shape for x in "qkvg"]
+        assert given["q"].data_ptr() in pointers(launches)
+        found.append(described(launches))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_made_is_contiguous_memory_of_its_own(
+    shape: tuple[int, ...], devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    make = common.maker(shape, torch.float16, torch.device("cpu"))
+    one, other = make(), make()
+    like = torch.empty(shape, dtype=torch.float16)
+    assert (one.shape, one.stride(), one.dtype, one.device) == (like.shape, like.stride(), like.dtype, like.device)
+    assert not one.numel() or one.data_ptr() != other.data_ptr()
+    with torch.inference_mode():
+        assert make().is_inference()
+    assert common.maker(shape, torch.int32, torch.device("meta"))().shape == shape
 
 
 def test_threads_share_what_is_remembered(launches: list[Launch]) -> None:

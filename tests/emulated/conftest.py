@@ -95,3 +95,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for line in lines:
             if terminalreporter.verbosity > 0 or not line.startswith("caught"):
                 terminalreporter.write_line("  " + line)
+
+
+@pytest.fixture
+def nan_in_new_tensors() -> Iterator[None]:
+    """What a kernel does not write is NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -32,14 +32,7 @@ def _compiled(kernel: str, config: Any) -> Any:
     return kernels.need("sm_90a", lambda: importlib.import_module(f"deltafuse.kernels.{kernel}").compile(config))
 
 
-@pytest.fixture(autouse=True)
-def _nan_in_new_tensors() -> Iterator[None]:
-    """What a kernel does not write is NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_in_new_tensors")
 
 
 @pytest.fixture

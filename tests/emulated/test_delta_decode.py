@@ -48,14 +48,7 @@ def load(kernel: str, config: DecodeConfig, arch: str) -> Any:
     return _compiled(config, arch)
 
 
-@pytest.fixture(autouse=True)
-def _filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated without a value holds NaN."""
-    for name in ("empty_like", "empty"):
-        made = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, made=made, **k: made(*a, **k).fill_(float("nan")))
-    new_empty = Tensor.new_empty
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
+pytestmark = pytest.mark.usefixtures("nan_in_new_tensors")
 
 
 @dataclass(frozen=True)

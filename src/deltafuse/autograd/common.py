@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -101,12 +99,12 @@ def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Mak
     """What makes a contiguous tensor of one form, without values, at every call of it.
 
     Where a device cannot be another than the current one, tensors are made as torch.compile's code makes them: without the dispatcher,
-    which takes longer than the memory does.
+    which takes longer than the memory does, but fills memory where results are to be deterministic.
     """
-    strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
+    strides = torch.empty(shape, device="meta").stride()
     only = device.type == "cpu" or (device.type == "cuda" and torch.cuda.device_count() == 1)
-    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None) if only else None
-    if quick is not None:
+    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if quick is not None and only and not torch.are_deterministic_algorithms_enabled():
         return partial(quick, tuple(shape), strides, dtype)
     return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
 

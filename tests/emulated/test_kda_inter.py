@@ -77,12 +77,12 @@ class Run:
         self.factors = {n: x.to(io) for n, x in self.factors.items()}
         self.m, self.y, self.hs, self.dhs = (x.to(io) for x in (self.m, self.y, self.hs, self.dhs))
         scores = torch.full((*per, 3, 64, 64), NAN, dtype=io)
-        scores[:, :, 0] = kda_model.image(self.m)[:, :, 0]
+        scores[:, :, 2] = kda_model.image(self.m)[:, :, 0]
         factors = kda_model.image(torch.stack(list(self.factors.values()), 2))
         self.given = (factors, scores, self.decay, self.beta, self.hs, self.dhs, self.v, self.do, self.y, self.cu)
         self.out = {
             "dfactors": torch.empty(*per, 3, 64, k, dtype=io), "dscores": torch.empty(*per, 2, 64, 64, dtype=io),
-            "dgi": torch.empty(*per, 64, k), "direct": torch.empty(*per, 64),
+            "dgi": torch.empty(*per, 64, k), "direct": torch.empty(*per, 1 + k // 64, 64),
         }  # fmt: skip
 
     def launch(self, **options: Any) -> ptxemu.Launched:
@@ -94,7 +94,8 @@ class Run:
         return launched
 
     def results(self) -> dict[str, torch.Tensor]:
-        out = {n: x.double() for n, x in self.out.items() if n in ("dgi", "direct")}
+        direct = self.out["direct"].double()
+        out = {"dgi": self.out["dgi"].double(), "direct": direct[:, :, 0], "along": direct[:, :, 1:].sum(2)}
         for i, n in enumerate(("dqg", "dkd", "dkg")):
             out[n] = self.out["dfactors"][:, :, i].double()
         for i, n in enumerate(("dA", "dL")):
@@ -114,13 +115,15 @@ class Run:
                 for x in (self.v, self.do)
             )
             r = v + kd @ s.mT
-            new = m @ r
-            dqg, dkd, dkg = do @ s, self.beta[c.slot].double()[..., None] * (y @ s), new @ ds
+            beta = self.beta[c.slot].double()[..., None]
+            new = m @ (beta * r)
+            dqg, dkd, dkg = do @ s, beta * (y @ s), new @ ds
             dgi = qg * dqg + kd * dkd - kg * dkg
             dgi[:, c.rows - 1] += (kg * dkg).sum(1) + self.decay[c.slot].double() * (s * ds).sum(1)
             made = {
                 "dgi": dgi, "direct": (y * r).sum(-1), "dqg": dqg, "dkd": dkd, "dkg": dkg,
                 "dA": (do @ new.mT).tril(), "dL": -(y @ new.mT).tril(-1),
+                "along": (y * (2 * new - beta * r)).sum(-1) + (kd * dkd).sum(-1),
             }  # fmt: skip
             for n, x in made.items():
                 out[n][c.slot] = x
@@ -135,7 +138,7 @@ class Run:
                 assert not x[c.slot, :, c.rows :].any(), f"{n}: not zero behind the end"
             errors[n] = ((x - e).nan_to_num().norm() / e.nan_to_num().norm().clamp_min(1e-30)).item()
             # Sums of fp32 that are not rounded again.
-            within = WITHIN[self.y.dtype] / (2 if n in ("dgi", "direct") else 1)
+            within = WITHIN[self.y.dtype] / (2 if n in ("dgi", "direct", "along") else 1)
             assert errors[n] < within, (n, errors[n])
         zero = self.results()["dA"].triu(1).nan_to_num(), self.results()["dL"].triu().nan_to_num()
         assert not any(x.any() for x in zero)

@@ -4,7 +4,8 @@ The gradients that enter are random. What should come out are the derivatives of
 
     sum over chunks of <dqg, qg> + <dkd, kd> + <dkg, kg> + <dA, Aqk> + <dL, L> + <dD, decay> + <direct, beta>
 
-with respect to raw q, k, gate, beta and the gate's parameters, where everything is a function of these in float64.
+with respect to raw q, k, gate, beta and the gate's parameters, where everything is a function of these in float64. k . dk of the normed
+k, which the kernel is given, is the same sum's derivative with respect to a factor of k.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Case:
     def prepare(self, random: torch.Generator) -> None:
         """Random gradients, and what follows from them."""
         leaves = {n: x.double().requires_grad_() for n, x in self.inputs.items() if n != "cu_seqlens"}
-        factors, scores, rest, chunks, slots = self.definition(leaves)
+        stretch = torch.ones(*self.inputs["g"].shape[:3], 1, dtype=torch.float64, requires_grad=True)
+        factors, scores, rest, chunks, slots = self.definition(leaves, stretch)
         io, hv = self.inputs["q"].dtype, self.inputs["g"].shape[2]
         keep = torch.zeros(slots, 1, 64, 1, dtype=torch.float64)
         for c in chunks:
@@ -68,27 +70,36 @@ class Case:
         decay, beta = rest
         loss = (dfactors * factors).sum() + (dscores * scores).sum() + (decays * decay).sum() + (direct * beta).sum()
         names = list(leaves)
-        grads = torch.autograd.grad(loss, [leaves[n] for n in names], allow_unused=True)
+        *grads, along = torch.autograd.grad(loss, [*(leaves[n] for n in names), stretch], allow_unused=True)
         self.expected = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads, strict=True)}
         # d/dG (in units of log2, without their ln 2) of what does not pass through the scores.
         qg, kd, kg = (dfactors * factors).detach().unbind(2)
         dgi = qg + kd - kg
         for c in chunks:
             dgi[c.slot, :, c.rows - 1] += kg[c.slot].sum(1) + decays[c.slot] * decay[c.slot].detach()
+        dim = leaves["g"].shape[3]
+        shares = normal(slots, hv, dim // 64, 64)
+        for c in chunks:
+            shares[c.slot, :, -1, : c.rows] = along[c.batch, c.first : c.first + c.rows, :, 0].T
+            shares[c.slot, :, -1, : c.rows] -= shares[c.slot, :, :-1, : c.rows].sum(1)
         self.given = {
             "dfactors": dfactors.to(io), "dscores": kda_model.image(dscores)[..., 0, :, :].to(io), "dgi": dgi.float(),
-            "direct": direct.float(),
+            "direct": torch.cat([direct[:, :, None], shares], 2).float(),
         }  # fmt: skip
 
     def definition(
-        self, x: dict[str, torch.Tensor]
+        self, x: dict[str, torch.Tensor], stretch: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], Any, int]:
-        """Factors [slots, HV, 3, 64, K], scores (Aqk, L) [slots, HV, 2, 64, 64], decay [slots, HV, K] and beta [slots, HV, 64]."""
+        """Factors [slots, HV, 3, 64, K], scores (Aqk, L) [slots, HV, 2, 64, 64], decay [slots, HV, K] and beta [slots, HV, 64].
+
+        `stretch`: factors of k after its norm, [B, T, HV, 1].
+        """
         c, group = self.config, x["g"].shape[2] // x["q"].shape[2]
         q, k, beta = x["q"], x["k"], x["beta"]
         if c.l2norm:
             q, k = (a * torch.rsqrt(a.square().sum(-1, keepdim=True) + 1e-6) for a in (q, k))
         q, k = (a.repeat_interleave(group, 2) for a in (q, k))
+        k = k * stretch
         if c.beta_sigmoid:
             beta = beta.sigmoid() * self.beta_limit
         decays = kda_model.log2_decay(c.gate, x["g"], x.get("a_log"), x.get("dt_bias"), self.lower_bound)

@@ -1,14 +1,22 @@
 """KDA backward on Hopper, the part that is parallel over chunks: gradients of a chunk's factors and scores.
 
 Given the state S before the chunk, the gradient dS of the state after it, do, and y = M^T dv' of the reverse pass, with the factors and
-the inverse M' that the forward pass uses:
+the inverse M of `warp.kda_prepare`:
 
-    R   = v + kd S                 v'  = M' R
+    R   = v + kd S                 v'  = M diag(beta) R
     dqg = do S^T                   dkd = beta y S^T                       dkg = v' dS^T
     dA  = tril(do v'^T)            dL  = -strict_tril(y v'^T)             dbeta = sum_v y R
     dGi = qg dqg + kd dkd - kg dkg, in the last valid row also sum_i kg_i dkg_i + decay sum_v dS S
 
-Sums over V go over tiles of `tile` columns, in accumulators. dv = beta y is not read: beta is a factor of the rows of dkd.
+Sums over V go over tiles of `tile` columns, in accumulators. dv = beta y is not read: beta is a factor of the rows of dkd. It is one of
+the rows of R too, before R is rounded: M has ones on its diagonal, which the io type holds, where M' = M diag(beta) has rounded betas.
+
+For the gradient of the norm of k, the sum over K of k dk, dk what `warp.kda_intra` makes of all this, is already known here:
+
+    k . dk = 2 y . v' - beta y . R + kd . dkd
+
+from dL = -y v'^T, (I + L) v' = beta R, (I + L)^T y = dv' and dv' = Aqk^T do + kg dS. y . v' is what dL has on its diagonal before that is
+cleared.
 
 Work: a unit is a slot and a value head, slot * HV + hv. CTA b takes units b, b + grid, ... without the slots that are nobody's.
 
@@ -17,7 +25,7 @@ copies results out. Consumer group g has columns 64 g .. + 63 of dqg, dkd and dk
 groups the first makes dA, the second dL.
 
 Shared memory is panels of 64 x 64 (see `tile.panel`) but for vectors:
-    head       kd, M' (and beta, decay, which unit it is), two stages
+    head       kd, M (and beta, decay, which unit it is), two stages
     tile       S^T, dS^T, v, y, do of a tile of V, `stages`
     late       qg, kg, one stage
     scores     dA, dL on their way out
@@ -29,13 +37,13 @@ which store arrives when they have been copied out.
 
 Timeline of a consumer, for every tile and then for the unit; at | it waits for its products, at || for the other group too:
 
-    kd S, do S^T, y S^T | y R; R rounded | M' R | v' rounded || v' dS^T, do v'^T or y v'^T; meanwhile sum_v dS S |
-    scores to shared memory; factors' gradients to shared memory, dGi in registers; sums over rows; dGi to global memory
+    kd S, do S^T, y S^T | y R; beta R rounded | M (beta R) | v' rounded || v' dS^T, do v'^T or y v'^T; meanwhile sum_v dS S |
+    scores to shared memory; factors' gradients to shared memory, dGi in registers; sums over rows; dGi and k . dk to global memory
 
 At K = V = 128 a unit's products take the tensor cores 2,816 cycles, its 264 KB an H200's memory about 14,000. Copies of the next tile
 begin where this one's products end.
 
-Rows behind a sequence's end: factors, M', beta and y are zero there. v and do may be anything: v is selected away before R; what comes
+Rows behind a sequence's end: factors, M, beta and y are zero there. v and do may be anything: v is selected away before R; what comes
 of do is in the same row and is selected away there.
 
 Constraints: K 64 or 128, V a multiple of `tile`; v and do with a contiguous last dimension, other strides multiples of 16 bytes.
@@ -290,7 +298,7 @@ class KdaInter:
 
     @cute.jit
     def fetch_head(self, s, mF, mM, mD, mBeta, slot, hv, unit, rows, n):
-        """kd, M', beta and decay of the n-th unit, and which it is."""
+        """kd, M, beta and decay of the n-th unit, and which it is."""
         stage = n % HEADS
         bar = s.barrier + self.head_full + stage
         cute.arch.mbarrier_wait(s.barrier + self.head_free + stage, ((n // HEADS) & 1) ^ 1)
@@ -300,7 +308,7 @@ class KdaInter:
             panel = s.raw + stage * ((self.groups + 1) * PANEL)
             kd = mF[slot, hv, 0, 0, None, None].iterator
             bulk_load(kd.align(16), panel.align(16), CHUNK * self.K, bar, 1, Int32(0))
-            m = mM[slot, hv, 0, None, None].iterator
+            m = mM[slot, hv, 2, None, None].iterator
             bulk_load(m.align(16), (panel + self.groups * PANEL).align(16), PANEL, bar, 1, Int32(0))
             beta = s.small_at + (self.at_beta // 4 + stage * CHUNK)
             bulk_load(mBeta[slot, hv, None].iterator.align(16), beta.align(16), CHUNK, bar, 1, Int32(0))
@@ -427,28 +435,27 @@ class KdaInter:
         n, m = Int32(0), Int32(0)
         unit, rows = self.unit(s, n)
         while unit >= 0:
-            head = n % HEADS * (self.groups + 1)
             for x in (r.dqg, r.dkd, r.dkg, *r.scores, r.direct, r.states):
                 x.fill(0.0)
             for _ in cutlass.range(tiles, unroll=1):
-                self.tile(s, r, head, rows, n, m)
+                self.tile(s, r, rows, n, m)
                 m += 1
             self.finish(s, r, mDgi, mDirect, unit, rows, n)
             n += 1
             unit, rows = self.unit(s, n)
 
     @cute.jit
-    def tile(self, s, r, head, rows, n, m):
+    def tile(self, s, r, rows, n, m):
         """Sums over a tile of V."""
         stage, phase = m % self.stages, (m // self.stages) & 1
         at = self.tile_places(stage)
         cute.arch.mbarrier_wait(s.barrier + self.first_full + stage, phase)
         if const_expr(self.parts >= self.groups):
             for i in cutlass.range_constexpr(self.parts // self.groups):
-                self.values(s, r, at, self.own(r, i), head, rows, stage, phase, i == 0)
+                self.values(s, r, at, self.own(r, i), n, rows, stage, phase, i == 0)
         else:
             if r.group == 0:
-                self.values(s, r, at, 0, head, rows, stage, phase, False)
+                self.values(s, r, at, 0, n, rows, stage, phase, False)
             cute.arch.mbarrier_wait(s.barrier + self.second_full + stage, phase)
             warpgroup.fence()
             self.from_state(r, at)
@@ -485,9 +492,9 @@ class KdaInter:
             cute.arch.mbarrier_arrive(s.barrier + self.left + stage)
 
     @cute.jit
-    def values(self, s, r, at, part, head, rows, stage, phase, others: cutlass.Constexpr[bool]):
-        """R and v' of 64 columns of V in place of v, y R; `others`: products with the state go along."""
-        bar = 1 + r.group
+    def values(self, s, r, at, part, n, rows, stage, phase, others: cutlass.Constexpr[bool]):
+        """beta R and v' of 64 columns of V in place of v, y R; `others`: products with the state go along."""
+        bar, head = 1 + r.group, n % HEADS * (self.groups + 1)
         # R = v + kd S
         for j in cutlass.range_constexpr(8):
             for h in cutlass.range_constexpr(2):
@@ -505,15 +512,17 @@ class KdaInter:
             warpgroup.commit_group()
         warpgroup.wait_group(int(others))
         # dbeta = sum_v y R
+        beta = self.beta_of(s, r, n)
         for j in cutlass.range_constexpr(8):
             for h in cutlass.range_constexpr(2):
                 (word,) = load_shared(self.word(s, r, at.y + part, j), 1024 * h, 1, Uint32)
                 for e, x in enumerate(unpack(self.dtype, word)):
                     r.direct[h] = fma(x, r.R[4 * j + 2 * h + e], r.direct[h])
+                    r.R[4 * j + 2 * h + e] = beta[h] * r.R[4 * j + 2 * h + e]
         self.put(s, r, r.R, at.v + part)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=bar, number_of_threads=128)
-        # v' = M' R
+        # v' = M (beta R)
         warpgroup.fence()
         rA, rB = r.a[None, None, None, head + self.groups], r.columns[None, None, None, at.v + part]
         product(r.by_columns, r.R, rA, rB, 0, 4, True)
@@ -522,6 +531,11 @@ class KdaInter:
         # All warps' products have read R.
         cute.arch.barrier(barrier_id=bar, number_of_threads=128)
         self.put(s, r, r.R, at.v + part)
+
+    def beta_of(self, s, r, n):
+        """beta of a thread's two rows."""
+        at = s.small + self.at_beta + 4 * (n % HEADS * CHUNK + r.row)
+        return [load_shared(at, 32 * h, 1)[0] for h in range(2)]
 
     def from_state(self, r, at):
         """dqg += do S^T, dkd / beta += y S^T"""
@@ -562,7 +576,10 @@ class KdaInter:
         for x in cutlass.range_constexpr(len(r.scores)):
             self.put_scores(s, r, r.scores[x], Int32(self.own(r, x)), rows)
 
-        beta = [load_shared(s.small + self.at_beta + 4 * (stage * CHUNK + r.row + 8 * h), 0, 1)[0] for h in range(2)]
+        beta = self.beta_of(s, r, n)
+        # This thread's share of k . dk; `direct` becomes it.
+        for h in cutlass.range_constexpr(2):
+            r.direct[h] = fma(-beta[h], r.direct[h], self.twice_diagonal(r, h))
         head = stage * (self.groups + 1) + r.group
         for acc, panel, kind in (
             (r.dkd, head, KD), (r.dqg, self.late + r.group, QG), (r.dkg, self.late + self.groups + r.group, KG),
@@ -590,6 +607,7 @@ class KdaInter:
             if r.row + 8 * h == rows - 1:
                 self.add_sums(r, sums, h)
 
+        self.put_along(r, mDirect, unit)
         at = mDgi.iterator.toint() + (Int64(unit) * CHUNK + r.row) * (4 * self.K) + (256 * r.group + 8 * (r.lane % 4))
         for h in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(8):
@@ -599,7 +617,27 @@ class KdaInter:
             total = load_shared(place, 0, 1)[0]
             if const_expr(self.groups == 2):
                 total = total + load_shared(place, 4 * CHUNK, 1)[0]
-            store_global(mDirect.iterator.toint() + (Int64(unit) * CHUNK + r.tid) * 4, 0, [total])
+            store_global(mDirect.iterator.toint() + (Int64(unit) * ((1 + self.groups) * CHUNK) + r.tid) * 4, 0, [total])
+
+    def twice_diagonal(self, r, h):
+        """2 y_i . v'_i of row i = row + 8 h where this thread has it, from the sums for -dL; else 0."""
+        acc, found = r.scores[-1], Float32(0.0)
+        for j in range(8):
+            for e in range(2):
+                mine = r.row + 8 * h == 8 * j + 2 * (r.lane % 4) + e
+                if self.groups == 2:
+                    mine = mine & (r.group == 1)
+                found = select(mine, 2.0 * acc[4 * j + 2 * h + e], found)
+        return found
+
+    @cute.jit
+    def put_along(self, r, mDirect, unit):
+        """The group's share of k . dk of its rows, behind dbeta's part."""
+        at = mDirect.iterator.toint() + ((Int64(unit) * (1 + self.groups) + 1 + r.group) * CHUNK + r.row) * 4
+        for h in cutlass.range_constexpr(2):
+            total = sum_lanes(r.direct[h], (2, 1))
+            if r.lane % 4 == 0:
+                store_global(at, 32 * h, [total])
 
     @cute.jit
     def put_scores(self, s, r, acc, index, rows):
@@ -637,6 +675,7 @@ class KdaInter:
                 for e in cutlass.range_constexpr(2):
                     if const_expr(kind == KD):
                         r.R[i + e] = factor[e] * values[e]
+                        r.direct[h] = r.direct[h] + r.R[i + e]
                     elif const_expr(kind == QG):
                         r.R[i + e] = fma(factor[e], values[e], r.R[i + e])
                     else:
@@ -662,7 +701,8 @@ def compile(config: InterConfig, **tuning):
     """The launch function for `config`.
 
     Its arguments: `(factors, scores, decay, beta, hs, dhs, v, do, y, cu_seqlens, dfactors, dscores, dgi, direct, ctas)`. cu_seqlens is None
-    for sequences that are not packed; `ctas` is how many CTAs to launch, the device's multiprocessors. `tuning` is `KdaInter`'s.
+    for sequences that are not packed; `ctas` is how many CTAs to launch, the device's multiprocessors. direct fp32 [slots, HV, 1 + K / 64, 64]
+has dbeta's part and then k . dk, in as many shares as K has 64 columns. `tuning` is `KdaInter`'s.
     """
     kernel = KdaInter(config, **tuning)
     dt, K = kernel.dtype, config.key_dim
@@ -684,7 +724,7 @@ def compile(config: InterConfig, **tuning):
         row_major(dt, (slots, heads, 3, 64, K), (1, 2, 3)),
         row_major(dt, (slots, heads, 2, 64, 64), (1, 2, 3)),
         row_major(Float32, (slots, heads, 64, K), (1, 2)),
-        row_major(Float32, (slots, heads, 64), (1,)),
+        row_major(Float32, (slots, heads, 1 + K // 64, 64), (1, 2)),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

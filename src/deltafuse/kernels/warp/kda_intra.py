@@ -11,7 +11,8 @@ dA of Aqk and dL of L, and dGi, what these factors and the chunk's decay give to
     dk = 2^(G_C - G) dkg - 2^G dkd + beta X + Z         dG = dGi + s q Y + beta k X - k Z
     dg_i = sum_{i' >= i} dG_i'                          dA_log = sum dG G ln 2 where the gate is linear in e^A (softplus)
 
-then the derivatives of gate, sigmoid and L2 norm: of x' = n x, n = 1 / sqrt(|x|^2 + epsilon), dx = n dx' - n^3 (x . dx') x.
+then the derivatives of gate, sigmoid and L2 norm: of x' = n x, n = 1 / sqrt(|x|^2 + epsilon), dx = n (dx' - (x' . dx') x'). k' . dk' is
+known (`direct`), so that dk is rounded once, on its way out; q' . dq' is a sum over all columns, for which dq waits in fp32.
 
 One CTA makes one chunk of one value head. Warp (b, c) owns rows 16b .. 16b + 15, "block b", of columns 64c .. 64c + 63:
 4 warps for K = 64, 8 for K = 128. Warp-level instructions only. The gate's side is in `kda_intra_gate`.
@@ -29,24 +30,23 @@ vector over columns (`powers`).
 Registers. Lane 4 r + t has, of rows r and r + 8, columns 32 p + 8 t .. + 7 of the warp's 64 for p = 0, 1: 16 bytes of the io type, which
 is what a load or store takes. "Group" c is half of that, columns 32 (c / 2) + 8 t + 4 (c % 2) .. + 3 of all t. Tile u = 0, 1 of the
 products over these 16 columns has the lane's columns 2 u, 2 u + 1 as its 2 t, 2 t + 1, so that accumulators are these elements. Products
-and what follows are done group by group; dq and dk wait in the io type, times the factors that keep them in its range, for what the norm
-takes away. The gate goes the other way, a lane has 2 columns of the block's 16 rows, and crosses over through shared memory: H on the way
+and what follows are done group by group; dk leaves by pairs of groups, dq waits for what the norm takes away. The gate goes the other way, a lane has 2 columns of the block's 16 rows, and crosses over through shared memory: H on the way
 in, dG on the way out. In odd rows neighbouring 16 bytes change places, so that both ways are free of bank conflicts.
 
 Registers are short: little may be spilled where blocks fit, since a stack of all CTAs is as large as L2. Loads are `early`, where
-nothing would wait for them otherwise, and addresses are made anew rather than kept. q, k and the raw gate come a second time from L2.
+nothing would wait for them otherwise, and addresses are made anew rather than kept. q and the raw gate come a second time from L2.
 
 Timeline (| is a barrier of the CTA)
     q, k, g, beta into registers; dA and dL to shared memory by a bulk copy; H; |x|^2 | the other gradients on their way to L2;
-    a thread a column: powers; operands to shared memory; wait for the copy | by groups: products, dq, dk, dG; row sums; dG summed
-    over a block's rows | dq, dk, dbeta, dg out | sums over blocks for dt_bias, over warps for A_log
+    a thread a column: powers; operands to shared memory; wait for the copy | by groups: products, dq, dG, dk out; row sums; dG summed
+    over a block's rows | dq, dbeta, dg out | sums over blocks for dt_bias, over warps for A_log
 
-Shared memory, bytes (K = 128: 113,448)
+Shared memory, bytes (K = 128: 113,704)
     images     16,384  dA, dL
     operands   49,152  q, k, beta k: [K / 64] panels each
     H, dG      32,768  [64][K] fp32
     vectors    12,288  [24][K] fp32
-    rows        2,848  factors [5][64], sums [3][K / 64][64], sums of warps [8], fp32
+    rows        3,104  factors [6][64], sums [3][K / 64][64], sums of warps [8], fp32
     mbarrier        8  of the copy
 Two CTAs an SM with K = 128, three with K = 64: 128 and 168 registers a thread.
 
@@ -94,6 +94,7 @@ from ..config import CHUNK, IntraConfig
 from .kda_intra_exact import OwnBlocks
 from .kda_intra_gate import (
     AFTER,
+    ALONG,
     BEFORE,
     BETA,
     BETA_K,
@@ -230,7 +231,7 @@ class KdaIntra(OwnBlocks, GateSide):
         raw = self.load_gate(x, mG)
         words_q, words_k = (self.load_rows(x, m) for m in (mQ, mK))
         self.fetch(x, copied, mDscores)
-        self.load_beta(x, mBeta)
+        self.load_beta(x, mBeta, mDirect)
         x.fits = self.sum_gate(x, raw, mALog, mBias)
         if const_expr(self.config.l2norm):
             for operand, words in ((OF_Q, words_q), (OF_K, words_k)):
@@ -246,11 +247,13 @@ class KdaIntra(OwnBlocks, GateSide):
         cute.arch.mbarrier_wait(copied, 0)
         cute.arch.sync_threads()
 
-        # Words of dq and dk [c][h][2], still without what the norm takes away; sums over columns [kind][row]; the sum for A_log.
+        # dq [c][h][4], still without what the norm takes away; sums over columns [kind][row]; the sum for A_log.
         x.rSums, x.rALog = cute.make_rmem_tensor((3, 2), Float32), cute.make_rmem_tensor((1,), Float32)
         x.rSums.fill(0.0)
         x.rALog.fill(0.0)
-        x.rDq, x.rDk = (cute.make_rmem_tensor((4, 2, 2), Uint32) for _ in range(2))
+        x.rDq = cute.make_rmem_tensor((4, 2, 4), Float32)
+        # Words [dq, dk][h][2] of a pair's first group, where the second follows at once.
+        x.rPair = cute.make_rmem_tensor((2, 2, 2), Uint32)
         x.rExact = self.exact_sums()
         if not x.fits:
             self.own_block_exactly(x, mQ, mK)
@@ -259,12 +262,12 @@ class KdaIntra(OwnBlocks, GateSide):
         x.aD = mDfactors.iterator.toint() + x.unit * (3 * CHUNK * self.K * 2) + Int64(inner)
         x.aGi = mDgi.iterator.toint() + x.unit * (CHUNK * self.K * 4) + Int64(2 * inner)
         for groups in const_expr(self.plan):
-            self.columns(x, groups, mQ, mK)
+            self.columns(x, groups, mQ, mK, mDq, mDk)
         cute.arch.sync_warp()
         x = self.afresh(x)
         # What the rest needs is on its way before the barrier.
         if const_expr(self.config.l2norm):
-            words_q, words_k = (self.load_rows(x, m) for m in (mQ, mK))
+            words_q = self.load_rows(x, mQ)
         direct = self.load_direct(x, mDirect)
         raw_beta = None
         if const_expr(self.config.beta_sigmoid):
@@ -273,10 +276,10 @@ class KdaIntra(OwnBlocks, GateSide):
         self.sum_columns(x, mDalog)
         cute.arch.sync_threads()
 
-        self.write_rows(x, mDq, x.rDq, words_q, OF_Q, NORM_Q)
+        if const_expr(self.config.l2norm):
+            self.write_queries(x, mDq, words_q)
         if const_expr(self.config.gate != "log"):
             raw = self.load_gate(x, mG)
-        self.write_rows(x, mDk, x.rDk, words_k, OF_K, NORM_K)
         if x.tid < CHUNK:
             self.write_beta(x, raw_beta, direct, mDbeta)
         self.write_gate(x, raw, mDg, mALog, mBias)
@@ -398,17 +401,25 @@ class KdaIntra(OwnBlocks, GateSide):
 
     def load_direct(self, x, mDirect):
         """What is known of dbeta in row `tid`, behind the end in the last one."""
-        row = x.unit * CHUNK + cutlass.min(x.tid, CHUNK - 1)
-        return load_global(mDirect.iterator.toint() + row * 4, 0, 1, Float32, early=True)[0]
+        return self.direct_of(x, mDirect, 0, cutlass.min(x.tid, CHUNK - 1))
+
+    def direct_of(self, x, mDirect, which, row):
+        at = (x.unit * (1 + self.halves) + which) * CHUNK + row
+        return load_global(mDirect.iterator.toint() + at * 4, 0, 1, Float32, early=True)[0]
 
     @cute.jit
-    def load_beta(self, x, mBeta):
-        """beta of the 64 rows, as it enters L, to shared memory; 0 behind the end."""
+    def load_beta(self, x, mBeta, mDirect):
+        """beta of the 64 rows, as it enters L, to shared memory, 0 behind the end; and -k' . dk', by the next two warps."""
         if x.tid < CHUNK:
             beta = self.raw_beta(x, mBeta)
             if const_expr(self.config.beta_sigmoid):
                 beta = sigmoid(beta) * x.beta_limit
             store_shared(x.sAll + self.at_beta + x.tid * 4, 0, [select(x.tid < x.rows, beta, 0.0)])
+        elif x.tid < 2 * CHUNK:
+            if const_expr(self.config.l2norm):
+                shares = [self.direct_of(x, mDirect, 1 + c, x.tid - CHUNK) for c in range(self.halves)]
+                along = shares[0] if const_expr(self.halves == 1) else shares[0] + shares[1]
+                store_shared(x.sAll + self.at_beta + (x.tid - CHUNK) * 4, ALONG * (CHUNK * 4), [-along])
 
     # ---- gate ----------------------------------------------------------------------------------------------------------------------
     def powers(self, x):
@@ -493,8 +504,8 @@ class KdaIntra(OwnBlocks, GateSide):
         return (x.sMine ^ (32 * c)) + operand * self.operand_bytes
 
     # ---- products ------------------------------------------------------------------------------------------------------------------
-    def columns(self, x, parts, mQ, mK):
-        """Groups, of which a lane has consecutive columns: words of dq and dk, sums over rows, and dG to shared memory.
+    def columns(self, x, parts, mQ, mK, mDq, mDk):
+        """Groups, of which a lane has consecutive columns: dq, dk out, sums over rows, and dG to shared memory.
 
         A pair i >= j of rows adds to dG_i what it takes from dG_j. Both are made of the operands as they were rounded, so that the two
         cancel in the sum over rows.
@@ -519,7 +530,7 @@ class KdaIntra(OwnBlocks, GateSide):
                             to[h, e] = r[h, first + e]
                 self.apply_powers(x, [[w[2 * n :][:2] for w in words] for words in given], known[g], sums, c)
                 self.add_own(x, sums, c, mQ, mK)
-                self.finish_group(x, sums, c)
+                self.finish_group(x, sums, c, mDq, mDk)
 
     def apply_powers(self, x, given, known, sums, c):
         """From sums over blocks to Y + 2^G dqg, X and Z + 2^(G_C - G) dkg - 2^G dkd, dG; k and the sum q . dq."""
@@ -541,26 +552,41 @@ class KdaIntra(OwnBlocks, GateSide):
                 if self.config.l2norm:
                     x.rSums[OF_Q, h] = fma(q[e], dq, x.rSums[OF_Q, h])
 
-    def finish_group(self, x, sums, c):
-        """Sums over rows, dG, and the words of dq and dk."""
+    def finish_group(self, x, sums, c, mDq, mDk):
+        """Sums over rows, dG, dk out, and dq, out or put by for the norm."""
         rDq, rX, rDk, rG, rK = sums
-        beta, scale_q, norm_k = (self.scalars_of(x, which) for which in (BETA, SCALE_Q, NORM_K))
+        beta, norm_k = (self.scalars_of(x, which) for which in (BETA, NORM_K))
+        other = self.scalars_of(x, ALONG if self.config.l2norm else SCALE_Q)
         for h in range(2):
             if self.config.a_log and self.config.gate == "softplus":
                 for e, H in enumerate(self.sums_of_gate(x, h, c)):
                     x.rALog[0] = fma(rG[h, e], H, x.rALog[0])
             store_shared(x.sH ^ self.at_group(c, 4), 8 * h * self.h_row, [rG[h, e] for e in range(4)])
-            dq, dk = [], []
+            dk = []
             for e in range(4):
                 d = fma(beta[h], rX[h, e], rDk[h, e])
-                if self.config.l2norm:
-                    x.rSums[OF_K, h] = fma(rK[h, e], d, x.rSums[OF_K, h])
                 x.rSums[OF_BETA, h] = fma(rK[h, e], rX[h, e], x.rSums[OF_BETA, h])
-                dq.append(rDq[h, e] * scale_q[h])
+                if self.config.l2norm:
+                    d = fma(other[h], rK[h, e], d)
+                    x.rDq[c, h, e] = rDq[h, e]
                 dk.append(d * norm_k[h])
-            for to, values in ((x.rDq, dq), (x.rDk, dk)):
-                for n, word in enumerate(self.packed(values)):
-                    to[c, h, n] = word
+            self.put_out(x, mDk, 1, dk, c, h)
+            if not self.config.l2norm:
+                self.put_out(x, mDq, 0, [rDq[h, e] * other[h] for e in range(4)], c, h)
+
+    def put_out(self, x, mOut, which, values, c, h):
+        """Group c of a row of dq or dk: fp32 at once, the io type by pairs of groups, which are 16 bytes."""
+        size = 4 if self.config.grouped else 2
+        if not self.config.grouped:
+            words = self.packed(values)
+            if c % 2 == 0:
+                x.rPair[which, h, 0], x.rPair[which, h, 1] = words
+                return
+            values = [x.rPair[which, h, 0], x.rPair[which, h, 1], *words]
+            c = c - 1
+        row = x.mine + 8 * h
+        to = self.row_address(mOut, x, row, x.column, x.head, size)
+        store_global_if(to + Int64(self.at_group(c, size)), values, row < x.rows)
 
     def own_operand(self, x, operand, c):
         """This lane's numbers of an operand, as they were rounded, in rows r, r + 8."""
@@ -653,28 +679,24 @@ class KdaIntra(OwnBlocks, GateSide):
 
     def put_sums(self, x):
         """The warp's row sums to shared memory."""
-        for which in range(3) if self.config.l2norm else (OF_BETA,):
+        for which in (OF_Q, OF_BETA) if self.config.l2norm else (OF_BETA,):
             self.put_row_sums(x, which, [sum_lanes(x.rSums[which, h], (1, 2)) for h in range(2)], x.t == 0)
 
     # ---- results -------------------------------------------------------------------------------------------------------------------
     @cute.jit
-    def write_rows(self, x, mOut, words, raw, which, norm):
-        """dq or dk: d - norm^2 (x . d) x of the raw rows x, where (x . d) has its own factor already."""
+    def write_queries(self, x, mDq, raw):
+        """dq: scale norm d - norm^2 (q' . dq') q of the raw rows q."""
         # Groups a store has: 16 bytes are a pair's numbers of the io type.
         size, per = const_expr((4, 1) if self.config.grouped else (2, 2))
-        to = self.row_addresses(mOut, x, x.head, size)
+        to = self.row_addresses(mDq, x, x.head, size)
         for h in cutlass.range_constexpr(2):
-            if const_expr(self.config.l2norm):
-                n = self.scalars_of(x, norm)[h]
-                back = -n * n * self.get_row_sums(x, which)[h]
+            n, scale = (self.scalars_of(x, which)[h] for which in (NORM_Q, SCALE_Q))
+            back = -n * n * self.get_row_sums(x, OF_Q)[h]
             for c in cutlass.range_constexpr(0, 4, per):
-                out = [words[c + g, h, n] for g in range(per) for n in range(2)]
-                if const_expr(self.config.l2norm or self.config.grouped):
-                    out = self.numbers(out)
-                if const_expr(self.config.l2norm):
-                    own = [f for g in range(per) for f in self.numbers(self.group_of(raw, c + g, h))]
-                    out = [fma(back, f, d) for f, d in zip(own, out, strict=True)]
-                if const_expr(self.config.l2norm and not self.config.grouped):
+                own = [f for g in range(per) for f in self.numbers(self.group_of(raw, c + g, h))]
+                d = [x.rDq[c + g, h, e] for g in range(per) for e in range(4)]
+                out = [fma(back, a, b * scale) for a, b in zip(own, d, strict=True)]
+                if const_expr(not self.config.grouped):
                     out = self.packed(out)
                 store_global_if(to[h] + Int64(self.at_group(c, size)), out, x.mine + 8 * h < x.rows)
 
@@ -697,8 +719,8 @@ def compile(config: IntraConfig):
     da_log | None, ddt_bias | None, scale, lower_bound, beta_limit)`, None where the config does not have them.
 
     Inputs as for `kda_prepare`, and contiguous: dfactors [slots, HV, 3, 64, K] (dqg, dkd, dkg), dscores [slots, HV, 2, 64, 64]
-    (images of dA and dL), dgi fp32 [slots, HV, 64, K] and direct fp32 [slots, HV, 64] (the parts of dG and dbeta that are
-    known). Outputs: dq, dk [B, T, H, K], or fp32 [B, T, HV, K] where `grouped`; dg as g; dbeta as beta; contiguous fp32
+    (images of dA and dL), dgi fp32 [slots, HV, 64, K] (the part of dG that is known) and direct fp32 [slots, HV, 1 + K / 64, 64]
+    (that of dbeta, then k' . dk' in shares, whose sum counts, of the normed k'; not read without the norm). Outputs: dq, dk [B, T, H, K], or fp32 [B, T, HV, K] where `grouped`; dg as g; dbeta as beta; contiguous fp32
     da_log [slots, HV] and ddt_bias [slots, HV, K], to be summed over slots, zeros in slots of no sequence.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
@@ -730,7 +752,7 @@ def compile(config: IntraConfig):
         packed(io, (slots, value_heads, 3, CHUNK, K)),
         packed(io, (slots, value_heads, 2, CHUNK, CHUNK)),
         packed(Float32, (slots, value_heads, CHUNK, K)),
-        packed(Float32, (slots, value_heads, CHUNK)),
+        packed(Float32, (slots, value_heads, 1 + K // 64, CHUNK)),
         strided(*rows),
         strided(*rows),
         strided(gate_dtype, value_heads),

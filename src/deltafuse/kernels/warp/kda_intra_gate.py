@@ -41,10 +41,10 @@ LOWEST, HIGHEST = -120.0, 30.0
 # Rows of the table of vectors, the first of each kind: see `powers`. The sums of blocks and of biases take over the places of used ones.
 TOTAL, COLUMN, LAST, LINK, LATER, BEFORE, AFTER, VECTORS = 0, 4, 8, 12, 14, 16, 20, 24
 BLOCK_SUM, BIAS_SUM = COLUMN, LAST
-BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K = range(5)
-"""Factors of rows in shared memory."""
+BETA, NORM_Q, NORM_K, SCALE_Q, BETA_K, ALONG = range(6)
+"""Factors of rows in shared memory; the last is -k' . dk'."""
 OF_Q, OF_K, OF_BETA = range(3)
-"""Operands (the last is beta k), and sums over a row's columns: q . dq, k . dk, k . X."""
+"""Operands (the last is beta k), and sums over a row's columns: |q|^2, later q . dq; |k|^2; k . X."""
 
 
 def store_global_if(address, words, valid):
@@ -81,7 +81,7 @@ class GateSide:
         self.at_h = self.at_operands + 3 * self.operand_bytes
         self.at_vectors = self.at_h + CHUNK * self.h_row
         self.at_beta = self.at_vectors + VECTORS * self.vector
-        self.at_sums = self.at_beta + 5 * CHUNK * 4
+        self.at_sums = self.at_beta + 6 * CHUNK * 4
         self.at_warps = self.at_sums + 3 * self.halves * CHUNK * 4
         self.shared_bytes = self.at_warps + 8 * 4
 

@@ -3,7 +3,9 @@
     python bench/errors_gpu.py
 
 Each line: a result or gradient, this package's error (RMS of the difference over RMS), fla's, and their ratio, wanted at most
-1.2; exits with 1 where one is above. Appends to bench/results/errors_gpu.csv. fla's kernels run with the first of their settings
+1.2; exits with 1 where one is above. Gradients of fewer than 64 numbers (A_log has one a head) are shown but not judged: the
+ratio of two such errors is a matter of chance, with 4 numbers above 2 in one of ten cases of equals. Cases of 64 heads judge
+them. Appends to bench/results/errors_gpu.csv. fla's kernels run with the first of their settings
 instead of the fastest: which one is taken changes times, not results.
 """
 
@@ -24,6 +26,8 @@ from deltafuse.cli.verify import compare
 RESULTS = Path(__file__).parent / "results" / "errors_gpu.csv"
 CUDA = torch.device("cuda")
 ALLOWED = 1.2
+JUDGED = 64
+"""Fewer numbers than these are not judged."""
 
 RAW: dict[str, Any] = {"l2norm": True, "beta_sigmoid": True, "initial_state": True, "final_state": True}
 REMEMBERING: dict[str, Any] = RAW | {"gate": "softplus", "decay": "remembering"}
@@ -43,6 +47,8 @@ def cases() -> list[Case]:
         "packed": WIDE | REMEMBERING | {"tokens": sum(UNEVEN), "heads": 2, "lengths": UNEVEN},
         "K 64": REMEMBERING | {"tokens": 1000, "heads": 4, "key_dim": 64, "value_dim": 64},
         "few heads, long": WIDE | REMEMBERING | {"tokens": 4096, "heads": 1},
+        "many heads": WIDE | REMEMBERING | {"tokens": 130, "heads": 64},
+        "many, forgetting": WIDE | FORGETTING | {"tokens": 130, "heads": 64},
     }
     return [Case(name, DeltaSpec("chunk_kda", **fields)) for name, fields in found.items()]
 
@@ -76,11 +82,12 @@ def main() -> int:
             rows = []
             for mine, theirs in zip(own, peer, strict=True):
                 ratio = mine.value / max(theirs.value, 1e-12)
-                bad = not ratio <= ALLOWED
+                few = mine.count < JUDGED
+                bad = not ratio <= ALLOWED and not few
                 above += bad
                 print(
                     f"{case.name:16} {str(dtype)[6:]:9} {mine.tensor:15} {mine.value:.2e}  fla {theirs.value:.2e}  "
-                    f"ratio {ratio:.2f}{'  ABOVE' if bad else ''}{'' if mine.passed else '  NOT ALLOWED'}",
+                    f"ratio {ratio:.2f}{'  ABOVE' if bad else ''}{'  few' if few else ''}{'' if mine.passed else '  NOT ALLOWED'}",
                     flush=True,
                 )
                 fields = {"case": case.name, "dtype": str(dtype)[6:], "tensor": mine.tensor}

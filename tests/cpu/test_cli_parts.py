@@ -221,6 +221,9 @@ def test_tolerances() -> None:
     assert tolerance("dg", torch.float16) == 0.02
     assert tolerance("dq", torch.float32) == pytest.approx(0.008 / 100)
     assert tolerance("dA_log", torch.float64) == 1e-10
+    assert tolerance("dA_log", torch.bfloat16, 16) == 0.008
+    assert tolerance("dA_log", torch.bfloat16, 15) == 0.02
+    assert tolerance("dq", torch.bfloat16, 15) == 0.008
 
 
 def test_a_nan_passes_nothing() -> None:

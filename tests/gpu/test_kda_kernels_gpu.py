@@ -41,8 +41,12 @@ def _cases() -> list[Case]:
             found.append(case if case.spec.tokens <= 200 else replace(case, gradients=False))
     states = DeltaSpec("chunk_kda", tokens=600, heads=1, intermediate=True, v_first=True, **STATES)
     packed = replace(states, tokens=255, lengths=(15, 85, 1, 64, 0, 90), v_first=False)
+    # Enough heads for the gradient of A_log, a number a head, to be judged by.
+    many: dict[str, Any] = RAW | {"tokens": 130, "heads": 64, "final_state": True}
     return [
         *found,
+        Case("many heads", DeltaSpec("chunk_kda", gate="softplus", decay="remembering", **many)),
+        Case("many heads, bounded", DeltaSpec("chunk_kda", gate="bounded", **many)),
         Case("states of chunks", states, gradients=False),
         Case("of packed chunks", packed, gradients=False),
     ]

@@ -186,8 +186,8 @@ def backward(
         _states(given, shape, hs, initial_state, flags.state_v_first)
     y, dv, dhs, dh0 = _reverse(given, shape, grad_state, flags.state_v_first, initial_state is not None)
     dfactors, dscores = q.new_empty((*head, 3, 64, key_dim)), q.new_empty((*head, 2, 64, 64))
-    rows = ((64, key_dim), (1 + key_dim // 64, 64))
-    dgi, direct = (q.new_empty((*head, *n), dtype=torch.float32) for n in rows)
+    known = ((64, key_dim), (1 + key_dim // 64, 64))
+    dgi, direct = (q.new_empty((*head, *shape), dtype=torch.float32) for shape in known)
     load("sm90.kda_inter", own.inter, arch)(
         factors, scores, decay, beta_eff, hs, dhs, v, do, y, cu_seqlens, dfactors, dscores, dgi, direct, sms
     )

@@ -701,8 +701,8 @@ def compile(config: InterConfig, **tuning):
     """The launch function for `config`.
 
     Its arguments: `(factors, scores, decay, beta, hs, dhs, v, do, y, cu_seqlens, dfactors, dscores, dgi, direct, ctas)`. cu_seqlens is None
-    for sequences that are not packed; `ctas` is how many CTAs to launch, the device's multiprocessors. direct fp32 [slots, HV, 1 + K / 64, 64]
-has dbeta's part and then k . dk, in as many shares as K has 64 columns. `tuning` is `KdaInter`'s.
+    for sequences that are not packed; `ctas` is how many CTAs to launch, the device's multiprocessors. direct, fp32 [slots, HV, 1 + K / 64,
+    64], has dbeta's part and then k . dk, in a share for every 64 columns of K. `tuning` is `KdaInter`'s.
     """
     kernel = KdaInter(config, **tuning)
     dt, K = kernel.dtype, config.key_dim

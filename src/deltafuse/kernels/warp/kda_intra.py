@@ -30,8 +30,9 @@ vector over columns (`powers`).
 Registers. Lane 4 r + t has, of rows r and r + 8, columns 32 p + 8 t .. + 7 of the warp's 64 for p = 0, 1: 16 bytes of the io type, which
 is what a load or store takes. "Group" c is half of that, columns 32 (c / 2) + 8 t + 4 (c % 2) .. + 3 of all t. Tile u = 0, 1 of the
 products over these 16 columns has the lane's columns 2 u, 2 u + 1 as its 2 t, 2 t + 1, so that accumulators are these elements. Products
-and what follows are done group by group; dk leaves by pairs of groups, dq waits for what the norm takes away. The gate goes the other way, a lane has 2 columns of the block's 16 rows, and crosses over through shared memory: H on the way
-in, dG on the way out. In odd rows neighbouring 16 bytes change places, so that both ways are free of bank conflicts.
+and what follows are done group by group; dk leaves by pairs of groups, dq waits for what the norm takes away. The gate goes the other
+way, a lane has 2 columns of the block's 16 rows, and crosses over through shared memory: H on the way in, dG on the way out. In odd rows
+neighbouring 16 bytes change places, so that both ways are free of bank conflicts.
 
 Registers are short: little may be spilled where blocks fit, since a stack of all CTAs is as large as L2. Loads are `early`, where
 nothing would wait for them otherwise, and addresses are made anew rather than kept. q and the raw gate come a second time from L2.
@@ -415,7 +416,7 @@ class KdaIntra(OwnBlocks, GateSide):
             if const_expr(self.config.beta_sigmoid):
                 beta = sigmoid(beta) * x.beta_limit
             store_shared(x.sAll + self.at_beta + x.tid * 4, 0, [select(x.tid < x.rows, beta, 0.0)])
-        elif x.tid < 2 * CHUNK:
+        elif x.tid < 2 * CHUNK:  # noqa: SIM102
             if const_expr(self.config.l2norm):
                 shares = [self.direct_of(x, mDirect, 1 + c, x.tid - CHUNK) for c in range(self.halves)]
                 along = shares[0] if const_expr(self.halves == 1) else shares[0] + shares[1]
@@ -584,8 +585,11 @@ class KdaIntra(OwnBlocks, GateSide):
                 return
             values = [x.rPair[which, h, 0], x.rPair[which, h, 1], *words]
             c = c - 1
-        row = x.mine + 8 * h
-        to = self.row_address(mOut, x, row, x.column, x.head, size)
+        row, head = x.mine + 8 * h, Int32(x.head)
+        if self.config.grouped:
+            # An address for every group, so that none is kept.
+            head = opaque(head)
+        to = self.row_address(mOut, x, row, x.column, head, size)
         store_global_if(to + Int64(self.at_group(c, size)), values, row < x.rows)
 
     def own_operand(self, x, operand, c):
@@ -720,8 +724,9 @@ def compile(config: IntraConfig):
 
     Inputs as for `kda_prepare`, and contiguous: dfactors [slots, HV, 3, 64, K] (dqg, dkd, dkg), dscores [slots, HV, 2, 64, 64]
     (images of dA and dL), dgi fp32 [slots, HV, 64, K] (the part of dG that is known) and direct fp32 [slots, HV, 1 + K / 64, 64]
-    (that of dbeta, then k' . dk' in shares, whose sum counts, of the normed k'; not read without the norm). Outputs: dq, dk [B, T, H, K], or fp32 [B, T, HV, K] where `grouped`; dg as g; dbeta as beta; contiguous fp32
-    da_log [slots, HV] and ddt_bias [slots, HV, K], to be summed over slots, zeros in slots of no sequence.
+    (that of dbeta, then k' . dk' in shares, whose sum counts, of the normed k'; not read without the norm).
+    Outputs: dq, dk [B, T, H, K], or fp32 [B, T, HV, K] where `grouped`; dg as g; dbeta as beta; contiguous fp32 da_log
+    [slots, HV] and ddt_bias [slots, HV, K], to be summed over slots, zeros in slots of no sequence.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
     io, K = DTYPES[config.dtype], config.key_dim

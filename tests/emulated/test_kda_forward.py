@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import deltafuse
 from deltafuse.autograd.kda import _by_chunk
 from deltafuse.autograd.kda_cute import flags_of, forward, kernels_for
 from deltafuse.cli.specs import DeltaSpec
+from deltafuse.kernels.config import CombineConfig, ScanConfig
 from deltafuse.kernels.schedule import Schedule
 from deltafuse.problem import parse_delta
 
@@ -115,6 +117,24 @@ def test_packed_sequences_by_segments(emulated: Any) -> None:
     )
     given = arguments(spec, torch.bfloat16)
     compare(emulate(given, Schedule(64, 1, 2, 2)), exact(given), 5e-3)
+
+
+LAUNCHED_EARLY: dict[str, tuple[str, Any]] = {
+    "segments": ("sm90.kda_scan", ScanConfig(readout=False, final=True, early="decide")),
+    "transitions": ("sm90.kda_scan", ScanConfig(readout=False, final=True, transition=True, early="follow")),
+    "combination": ("warp.kda_combine", CombineConfig(initial=True, final=True, early=True)),
+    "scan": ("sm90.kda_scan", ScanConfig(cluster=2, initial=True, final=True, early="follow")),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED_EARLY)
+def test_memory_is_touched_after_the_kernel_before(name: str) -> None:
+    """A kernel that is launched while another runs neither reads what it writes nor overwrites what it reads."""
+    ptx = _compiled(*LAUNCHED_EARLY[name]).artifacts.PTX
+    (wait,) = (m.start() for m in re.finditer(r"griddepcontrol\.wait;", ptx))
+    touched = [m.start() for m in re.finditer(r"\b(ld|st|red|atom|cp)\.\S*(global|tensor)", ptx)]
+    assert touched
+    assert wait < min(touched)
 
 
 def test_no_later_token_changes_an_earlier_output(emulated: Any) -> None:

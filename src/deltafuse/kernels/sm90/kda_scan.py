@@ -174,7 +174,7 @@ class KdaScan:
             cluster=(self.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=False,
+            use_pdl=self.config.early != "",
         )  # fmt: skip
 
     def layouts(self):
@@ -253,7 +253,10 @@ class KdaScan:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        # What the kernel before writes is read from here on.
+        if const_expr(not self.config.readout):
+            # The next pass over segments may be put on SMs as they become free.
+            cute.arch.griddepcontrol_launch_dependents()
+        # The kernel before has ended from here on, and so have all before it: they waited likewise. Nothing is read or written earlier.
         cute.arch.griddepcontrol_wait()
 
         block, _, _ = cute.arch.block_idx()

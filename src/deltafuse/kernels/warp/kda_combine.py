@@ -77,7 +77,7 @@ class KdaCombine:
         units, heads, value_dim, _ = ends.shape
         blocks = units // segments * heads * (value_dim // COLUMNS)
         self.kernel(ends, transitions, h0, starts, ht, early, segments).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -91,6 +91,10 @@ class KdaCombine:
         mEarly: cute.Tensor | None,
         segments: Int32,
     ):
+        # The scan may be put on SMs as they become free. What the passes before it wrote is read once they have ended; nothing is written
+        # earlier either.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         K = const_expr(self.key_dim)
         block, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()

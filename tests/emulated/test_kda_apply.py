@@ -204,10 +204,8 @@ def test_chain_equals_the_definition(name: str, dtype: torch.dtype) -> None:
         assert error(state, want[1]) < within
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_errors_are_those_of_the_hopper_scan(dtype: torch.dtype) -> None:
-    """Both against float64 of the same workspace. Hopper rounds v + kd S, this chain w and u: the errors differ by chance."""
-    x = Inputs([256], value_dim=64, dtype=dtype)
+def exact(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the final state of one sequence of one head by the operands of its chunks, in float64."""
     s = x.slots
     state, out = x.h0[0, 0].double(), []
     for slot, b, tokens in places(x):
@@ -216,30 +214,34 @@ def test_errors_are_those_of_the_hopper_scan(dtype: torch.dtype) -> None:
         new = m @ (x.v[b, tokens, 0].double() + kd @ state)
         out.append(qg @ state + aqk @ new)
         state = s["decay"][slot, 0].double()[:, None] * state + kg.T @ new
+    return torch.cat(out)[None, :, None], state[None, None]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_errors_are_those_of_the_hopper_scan(dtype: torch.dtype) -> None:
+    """Both against float64 of the same workspaces. Hopper rounds v + kd S, this chain w and u: of one input the errors differ by some
+    per cent either way, of six together by chance alone."""
 
     def hopper() -> Any:
         from deltafuse.kernels.sm90 import kda_scan
 
         return kda_scan.compile(ScanConfig(str(dtype).removeprefix("torch."), tile=64, initial=True, final=True))
 
-    theirs = torch.empty_like(x.v), torch.empty_like(x.h0)
     function = kernels.need("sm_90a", hopper)
-    with ptxemu.emulate("sm_90a"):
-        function(s["factors"], s["scores"], s["decay"], x.v, x.h0, None, *theirs, None, None, None, 1, 4)
-    with ptxemu.emulate("sm_100a"):
-        ours = scan.scan_slots(
-            s["factors"],
-            s["scores"],
-            s["decay"],
-            x.v,
-            x.h0,
-            None,
-            final=True,
-            state_v_first=False,
-            arch="sm_100a",
-            sms=148,
-            load=compiled_at,
-        )
-    for name, a, b, want in zip(("o", "ht"), ours, theirs, (torch.cat(out)[None, :, None], state), strict=True):
-        print(f"{name}: {error(a, want):.3e}, Hopper {error(b, want):.3e}")
-        assert error(a, want) <= 1.1 * error(b, want), name
+    squares = torch.zeros(2, 2, dtype=torch.float64)
+    for seed in range(6):
+        x = Inputs([256], value_dim=64, dtype=dtype, seed=seed)
+        s, wanted = x.slots, exact(x)
+        theirs = torch.empty_like(x.v), torch.empty_like(x.h0)
+        with ptxemu.emulate("sm_90a"):
+            function(s["factors"], s["scores"], s["decay"], x.v, x.h0, None, *theirs, None, None, None, 1, 4)
+        with ptxemu.emulate("sm_100a"):
+            ours = scan.scan_slots(
+                s["factors"], s["scores"], s["decay"], x.v, x.h0, None, final=True, state_v_first=False, arch="sm_100a", sms=148,
+                load=compiled_at,
+            )  # fmt: skip
+        for i, found in enumerate((ours, theirs)):
+            squares[i] += torch.tensor([error(y, want) ** 2 for y, want in zip(found, wanted, strict=True)])
+    ratios = (squares[0] / squares[1]).sqrt().tolist()
+    print(f"{dtype}: o {ratios[0]:.3f}, final state {ratios[1]:.3f} of the Hopper scan's error")
+    assert max(ratios) <= 1.02

@@ -72,6 +72,22 @@ def fused(
     return float(np.ldexp(float(size >> cut << cut), -shift)) * (1 if total >= 0 else -1)
 
 
+def warp_sum(
+    c: float, products: Sequence[tuple[float, float]], types: tuple[str, str], result: str, pair: int = 2
+) -> float:
+    """The same as mma.sync forms it on sm_90. 8-bit floats: every other `pair` of the products, as products of f16, then upon
+    them the others, then c."""
+    if BYTES[types[0]] > 1:
+        return fused(c, products, 25, (EMIN[types[0]], EMIN[types[1]]), result)
+    total = 0.0
+    for half in range(2):
+        total = fused(
+            total, [p for i, p in enumerate(products) if i // pair % 2 == half], 25, (EMIN["f16"],) * 2, result
+        )
+    kind = np.float16 if result == "f16" else np.float32
+    return float(kind(kind(total) + kind(c)))
+
+
 # ---- fragments ------------------------------------------------------------------------------------------------------------------
 def packed(elements: np.ndarray) -> np.ndarray:
     """[..., elements of a register] of 8, 16 or 32 bits to 32-bit words, the first element lowest."""

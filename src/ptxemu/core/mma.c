@@ -28,6 +28,27 @@ static void places(Warp *w, const Ins *ins, int32_t meta, int k, int type, uint8
     }
 }
 
+/* sm_90 has no warp-level product of 8-bit floats: its assembler unpacks the first two bytes of every register of A and B into f16 and
+ * multiplies those from zero, then the last two upon it, and adds C at the end. So elements 4 i, 4 i + 1 of a row come first. */
+static void low_pairs_first(void *rows, int count, int n, size_t size)
+{
+    uint8_t from[MAX_K * sizeof(float)], *row = rows;
+    for (; count--; row += n * size) {
+        memcpy(from, row, n * size);
+        for (int i = 0; i < n; i++)
+            memcpy(row + (i / 4 * 2 + i % 2 + i % 4 / 2 * (n / 2)) * size, from + i * size, size);
+    }
+}
+
+/* What comes of it: the sums plus C. */
+static void add_last(float *acc, const float *c, int f16_result)
+{
+    for (int t = 0; t < LANES; t++) {
+        const float sum = acc[t] + c[t];
+        acc[t] = isnan(sum) ? float_of(0x7fffffffu) : f16_result ? f16_to_float(f16_of_float(sum)) : sum;
+    }
+}
+
 /* mma.sync d, a, b, c {, metadata}: operands are all registers in this order. imm[0]: m, n << 8, k << 16; imm[1]: types of a, b << 8, d and
  * c << 16; imm[2]: satfinite, SPARSE_* << 1, ordered << 3, selector << 4. In a register of A or B, lanes 4 g to 4 g + 3 together hold 16
  * bytes of row (or column) g along k, in that of a sparse A of what is stored. */
@@ -43,9 +64,9 @@ static int mma_sync(Warp *w, const Ins *ins, uint32_t m)
     uint8_t place[16 * MAX_STORED];
     Spread sa, sb[2];
     uint32_t out[4][LANES];
-    int integer = ta >= T_S8;
-    DotRule rule = integer ? (DotRule){0} : dot_rule(ta, td == T_F16, w->cta->cluster->launch->program->arch);
-    int emin_b = integer || tb == ta ? rule.emin : dot_rule(tb, 0, 90).emin;
+    int integer = ta >= T_S8, arch = w->cta->cluster->launch->program->arch, unpacked = (ta == T_E4M3 || ta == T_E5M2) && arch < 100;
+    DotRule rule = integer ? (DotRule){0} : dot_rule(unpacked ? T_F16 : ta, td == T_F16, arch);
+    int emin_b = integer || unpacked || tb == ta ? rule.emin : dot_rule(tb, 0, 90).emin;
     for (int g = 0; g < 8; g++) {
         for (int r = 0; r < halves * groups_a; r++)
             elements_of_row(ra + (g + 8 * (r % halves)) * stored + r / halves * per, (uint32_t *)operand(w, a[r]) + 4 * g, ta);
@@ -54,6 +75,14 @@ static int mma_sync(Warp *w, const Ins *ins, uint32_t m)
     }
     if (sparse)
         places(w, ins, c[n_d], k, ta, place);
+    if (unpacked) {
+        rule.block = stored / 2;
+        low_pairs_first(ra, 16, stored, sizeof *ra);
+        if (sparse)
+            low_pairs_first(place, 16, stored, sizeof *place);
+        else
+            low_pairs_first(cb, 8, k, sizeof *cb);
+    }
     for (int j = 0; j < 2 && !sparse; j++)
         spread_b(&sb[j], cb, j, k, emin_b);
     for (int h = 0; h < halves; h++) {
@@ -67,10 +96,12 @@ static int mma_sync(Warp *w, const Ins *ins, uint32_t m)
                 continue;
             }
             const uint32_t *old = operand(w, td == T_F16 ? c[h] : c[2 * h + j]);
-            float acc[LANES];
+            float given[LANES], zero[LANES] = {0}, *acc = unpacked ? zero : given;
             for (int t = 0; t < LANES; t++)
-                acc[t] = td == T_F16 ? f16_to_float(old[t] >> 16 * j & 0xffff) : float_of(old[t]);
+                given[t] = td == T_F16 ? f16_to_float(old[t] >> 16 * j & 0xffff) : float_of(old[t]);
             dot_tile(acc, &sa, &sb[j], stored, rule);
+            if (unpacked)
+                add_last(acc, given, td == T_F16);
             for (int t = 0; t < LANES; t++)
                 if (td != T_F16)
                     out[2 * h + j][t] = bits_of(acc[t]);

@@ -25,7 +25,7 @@ _RULE_OF = [
 """The first pattern that matches a whole name; what none matches is "any" where it is arithmetic, else "clear"."""
 
 _CONTROL = re.compile(
-    r"ld\.param|createpolicy|elect|activemask|clock|nothing|yield|trap|printf|assertion|fence.*|bar.*|mbarrier.*|setmaxnreg|mapa|getctarank|st\..*|red\..*"
+    r"ld\.param|createpolicy|elect|activemask|clock|nothing|yield|trap|call\.results|printf|assertion|fence.*|bar.*|mbarrier.*|setmaxnreg|mapa|getctarank|st\..*|red\..*"
     r"|atom.*|tex|txq|su(ld|st|red)|cp\..*|tensor\..*|tensormap\..*|group\..*|tcgen05\..*|wgmma\..*"
 )
 """Functions whose sources all must be defined, but for those of `_data`."""

@@ -190,6 +190,13 @@ def _call(low: Lowering, ins: Instr) -> None:
     low.emit("printf" if ins.parts[1] == "vprintf" else "assertion")
 
 
+@lowers("call.results")
+def _call_results(low: Lowering, ins: Instr) -> None:
+    # What a function is about to give has no value where it does not: in lanes outside the call's guard, or without a st.param.
+    result = ins.args[0]
+    low.emit("call.results", [], [low.kernel.local[result.name], low.kernel.sizes[result.name]])
+
+
 @lowers("trap", "brkpt")
 def _trap(low: Lowering, ins: Instr) -> None:
     low.emit("trap")

@@ -115,16 +115,16 @@ class Variable:
 
 @dataclass(frozen=True)
 class _Function:
-    """A device function: names of its results and parameters; where its body starts, 0 for one declared alone."""
+    """A device function: its results and parameters, bytes by name; where its body starts, 0 for one declared alone."""
 
-    results: tuple[str, ...]
-    params: tuple[str, ...]
+    results: dict[str, int]
+    params: dict[str, int]
     body: int
 
 
 @dataclass
 class Kernel:
-    """One entry function. `params`: name, size, alignment, offset; `shared` and `local`: offsets by name."""
+    """One entry function. `params`: name, size, alignment, offset; `shared` and `local`: offsets by name; `sizes`: of what calls pass."""
 
     name: str
     params: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -137,6 +137,7 @@ class Kernel:
     dynamic_base: int = 0
     local: dict[str, int] = field(default_factory=dict)
     local_size: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
     reqntid: tuple[int, ...] | None = None
     maxnreg: int | None = None
     min_ctas: int = 0
@@ -363,6 +364,8 @@ class _Body:
                 self.scope.variables[m[4]] = name
                 k.local[name] = _aligned(k.local_size, alignment)
                 k.local_size = k.local[name] + size
+                if m[1] == "param":
+                    k.sizes[name] = size
         elif not s.startswith((".pragma", ".branchtargets", ".minnctapersm", ".maxntid")):
             raise Unsupported(f"PTX line {self.line}: directive {s!r}")
 
@@ -400,23 +403,21 @@ class _Body:
         function = self.functions.get(name)
         if function is None or len(rest) > 1:
             raise Unsupported(f"PTX line {self.line}: {text}: only functions of this text can be called, by name")
-        if not function.body:
-            if name not in ("vprintf", "__assertfail"):
-                raise Unsupported(f"PTX line {self.line}: {text}: the function {name} has no body")
-            self.kernel.instrs.append(Instr("call", ["call", name], [], guard, self.line, text))
-            return
+        if not function.body and name not in ("vprintf", "__assertfail"):
+            raise Unsupported(f"PTX line {self.line}: {text}: the function {name} has no body")
         if any(name == called for called, _ in self.calls):
             raise Unsupported(f"PTX line {self.line}: {text}: recursion")
-        if len(results) != len(function.results) or len(actual) != len(function.params):
-            raise Unsupported(f"PTX line {self.line}: {text}: results or parameters of another number than {name} has")
+        passed = self._passed(function, results, actual, name, text)
+        if not function.body:
+            self.kernel.instrs.append(Instr("call", ["call", name], [], guard, self.line, text))
+            return
+        for formal in function.results:
+            self.kernel.instrs.append(Instr("call.results", ["call"], [Sym(passed[formal])], None, self.line, text))
         end = self._label()
         if guard is not None:
             self._branch(end, Reg(guard.idx, guard.width, not guard.neg), text)
         inner = _Scope(None)
-        for formal, given in zip(function.results + function.params, results + actual, strict=True):
-            inner.variables[formal] = self.scope.variable(given)
-            if inner.variables[formal] not in self.kernel.local:
-                raise Unsupported(f"PTX line {self.line}: {text}: {given} is no variable in .param space")
+        inner.variables = passed
         outer = self.scope, self.position, self.line
         self.scope, self.position, self.line = inner, function.body, self.text.count("\n", 0, function.body) + 1
         self.calls.append((name, end))
@@ -425,14 +426,41 @@ class _Body:
         self.scope, self.position, self.line = outer
         self._place(end)
 
+    def _passed(
+        self, function: _Function, results: list[str], actual: list[str], name: str, text: str
+    ) -> dict[str, str]:
+        """The caller's variables by the function's names of them."""
+        where = f"PTX line {self.line}: {text}"
+        if len(results) != len(function.results) or len(actual) != len(function.params):
+            raise Unsupported(f"{where}: results or parameters of another number than {name} has")
+        found: dict[str, str] = {}
+        formals = {**function.results, **function.params}
+        for (formal, size), given in zip(formals.items(), results + actual, strict=True):
+            found[formal] = self.scope.variable(given)
+            has = self.kernel.sizes.get(found[formal])
+            if has is None:
+                raise Unsupported(f"{where}: {given} is no variable in .param space")
+            if has != size:
+                raise Unsupported(f"{where}: {given} has {has} bytes; {formal} of {name} has {size}")
+        return found
+
 
 def _functions(text: str) -> dict[str, _Function]:
     found: dict[str, _Function] = {}
     for m in _FUNCTION.finditer(text):
-        names = [tuple(p.split("[")[0].split()[-1] for p in _split((part or "()")[1:-1])) for part in (m[1], m[3])]
         body = m.end() if m[4] == "{" else 0
         if body or m[2] not in found:
-            found[m[2]] = _Function(names[0], names[1], body)
+            found[m[2]] = _Function(_formals(m[1]), _formals(m[3]), body)
+    return found
+
+
+def _formals(part: str | None) -> dict[str, int]:
+    """Bytes of a function's parameters by name; 0 of those that are registers."""
+    found: dict[str, int] = {}
+    for p in _split((part or "()")[1:-1]):
+        m = _PARAM.match(" ".join(p.split()))
+        name = m[3] if m else p.split()[-1]
+        found[name] = WIDTH.get(m[2], 0) // 8 * int(m[4] or 1) if m else 0
     return found
 
 

@@ -126,10 +126,10 @@ CALL = """
     .param .b32 param1;
     st.param.b32 [param1+0], %r20;
     .param .b32 retval0;
-    st.param.b32 [retval0+0], %r21;
     @%p1 call (retval0), twice, (param0, param1);
-    ld.param.b32 %r21, [retval0+0];
+    ld.param.b32 %r22, [retval0+0];
     }
+    selp.b32 %r21, %r22, %r21, %p1;
 """
 
 
@@ -147,6 +147,21 @@ def test_functions() -> None:
     assert x.tolist() == [1000 if i % 8 == 5 else twice(i, i % 8) for i in range(32)]
 
 
+@pytest.mark.parametrize("before", ["", "    st.param.b32 [retval0+0], 7;\n"])
+def test_a_result_that_no_call_gave(before: str) -> None:
+    """Where a call is not made its result has no value, whatever its variable held before."""
+    body = CALL.replace("    @%p1 call", before + "    @%p1 call") + OUT.format("%r22")
+    with pytest.raises(ptxemu.MemoryFault, match=r"depends on a result that was not given .* PTX line \d+: @%p1 call"):
+        run(body, [words()], head=FUNCTIONS)
+    run(body.replace("st.global", "@%p1 st.global"), [words()], head=FUNCTIONS)
+
+
+def test_a_function_that_gives_no_result() -> None:
+    head = FUNCTIONS.replace("$L_DONE:\n    st.param", "$L_DONE:\n    setp.gt.u32 %p1, %r2, 1;\n    @%p1 st.param")
+    with pytest.raises(ptxemu.MemoryFault, match=r"was not given .* by the call at PTX line \d+: @%p1 call"):
+        run(CALL + OUT.format("%r21"), [words()], head=head)
+
+
 def test_functions_without_a_body() -> None:
     printing = """
     {
@@ -160,7 +175,11 @@ def test_functions_without_a_body() -> None:
 """
     launched = run("    setp.eq.u32 %p1, %r0, 3;\n" + printing, [words()], head=FUNCTIONS)
     assert [note.split(" at ")[0] for note in launched.notes] == ["printf"]
-    failing = "    setp.eq.u32 %p1, %r0, 3;\n    @%p1 call.uni __assertfail, (x, x, x, x, x);\n"
+    sizes = {"a": 64, "b": 64, "c": 32, "d": 64, "e": 64}
+    params = "".join(f"    .param .b{n} {x};\n    st.param.b{n} [{x}+0], 0;\n" for x, n in sizes.items())
+    failing = (
+        f"    setp.eq.u32 %p1, %r0, 3;\n    {{\n{params}    @%p1 call.uni __assertfail, (a, b, c, d, e);\n    }}\n"
+    )
     with pytest.raises(ptxemu.EmulatorError, match=r"an assertion of the kernel fails \(lanes 0x8\)"):
         run(failing, [words()], head=FUNCTIONS)
     run(failing.replace("3;", "40;", 1), [words()], head=FUNCTIONS)
@@ -172,6 +191,13 @@ def test_functions_without_a_body() -> None:
         (".func again()\n{\n    call again, ();\n    ret;\n}\n", "    call again, ();\n", "recursion"),
         (".extern .func other(.param .b32 a);\n", "    call other, (%r0);\n", "the function other has no body"),
         (FUNCTIONS, "    call pick, (%r0);\n", "another number than pick has"),
+        (FUNCTIONS, "    call __assertfail, (x, x, x, x, x);\n", "x is no variable in .param space"),
+        (FUNCTIONS, "    .local .b32 x;\n    call (x), vprintf, (x, x);\n", "x is no variable in .param space"),
+        (
+            FUNCTIONS,
+            "    .param .b32 x;\n    call (x), vprintf, (x, x);\n",
+            "x has 4 bytes; vprintf_param_0 of vprintf has 8",
+        ),
         ("", "    call (%r1), %d1, (%r0), prototype;\n", "only functions of this text"),
         (".global .align 8 .u64 p = generic(q);\n", "", "initial value"),
     ],

@@ -1,6 +1,6 @@
-/* Which bits of a warp's registers derive from shared or tensor memory that was never written.
+/* Which bits of a warp's registers derive from shared or tensor memory that was never written, or from results that a call did not give.
  *
- * Nothing is tracked until a warp reads such memory. From then on every register has a shadow of its own layout, a bit set where the register's
+ * Nothing is tracked until a warp reads such memory or calls for results. From then on every register has a shadow of its own layout, a bit set where the register's
  * bit is undefined, and every instruction passes it on by a rule that the lowering chose (lower_defined.py): moves, shifts, logic and selections
  * exactly, a lane of other arithmetic is undefined where any of its inputs is. A fault comes where an undefined bit decides something: in
  * addresses, conditions, sizes and descriptors, and where it would be stored to global memory.
@@ -16,7 +16,7 @@ struct Undefined {
     uint8_t *dirty;   /* per 32 bytes of registers, at a register's start: some bit may be set */
     Origin *origin;   /* the same: where its undefined bits come from */
     uint8_t *local;   /* of local memory, once something undefined was stored there */
-    Origin stored;    /* where the last of that comes from */
+    Origin *stored;   /* where that comes from: the last of a word's lanes */
     Origin first;     /* the warp's first undefined read */
 };
 
@@ -41,6 +41,7 @@ void undefined_free(Warp *w)
     free(u->dirty);
     free(u->origin);
     free(u->local);
+    free(u->stored);
     free(u);
 }
 
@@ -54,9 +55,8 @@ void undefined_set(Warp *w, int32_t at, uint32_t size, uint32_t m, const void *b
 {
     if (at < 0 || (!bits && !(w->undefined && dirty(w->undefined, at))))
         return;
-    const int begins = !w->undefined;
     struct Undefined *u = state(w);
-    if (begins)
+    if (bits && !u->first.line)
         u->first = origin;
     uint8_t *d = u->bits + at;
     uint8_t any = 0;
@@ -87,7 +87,9 @@ void undefined_set(Warp *w, int32_t at, uint32_t size, uint32_t m, const void *b
 
 _Noreturn void undefined_fault(Warp *w, const char *what, Origin o)
 {
-    if (o.tensor)
+    if (o.kind == FROM_CALL)
+        fault(w, ERR_MEMORY, "%s depends on a result that was not given (a lane outside the guard, or no st.param) by the call at PTX line %d", what, o.line);
+    if (o.kind == FROM_TENSOR)
         fault(w, ERR_MEMORY, "%s depends on uninitialised tensor memory: lane %u, column %u, read at PTX line %d", what, o.at >> 16, o.at & 0xffff,
               o.line);
     fault(w, ERR_MEMORY, "%s depends on uninitialised shared memory at offset %u, read at PTX line %d", what, o.at, o.line);
@@ -95,10 +97,12 @@ _Noreturn void undefined_fault(Warp *w, const char *what, Origin o)
 
 size_t undefined_report(const Warp *w, char *out, size_t n)
 {
-    if (!w->undefined)
+    if (!w->undefined || !w->undefined->first.line)
         return 0;
     const Origin o = w->undefined->first;
-    if (o.tensor)
+    if (o.kind == FROM_CALL)
+        return snprintf(out, n, " (after a use of a result that was not given by the call at PTX line %d)", o.line);
+    if (o.kind == FROM_TENSOR)
         return snprintf(out, n, " (after a read of uninitialised tensor memory, lane %u, column %u, at PTX line %d)", o.at >> 16, o.at & 0xffff, o.line);
     return snprintf(out, n, " (after a read of uninitialised shared memory at offset %u at PTX line %d)", o.at, o.line);
 }
@@ -133,12 +137,22 @@ uint8_t *undefined_local(Warp *w, uint32_t lane, uint64_t off, int create)
     const size_t size = w->cta->cluster->launch->program->local_bytes;
     if (!w->undefined || (!w->undefined->local && !create))
         return NULL;
-    if (!w->undefined->local)
+    if (!w->undefined->local) {
         w->undefined->local = emu_alloc(LANES * size);
+        w->undefined->stored = emu_alloc((size / 4 + 1) * sizeof(Origin));
+    }
     return w->undefined->local + lane * size + off;
 }
 
-Origin *undefined_local_origin(Warp *w) { return &w->undefined->stored; }
+Origin *undefined_local_origin(Warp *w, uint64_t off) { return &w->undefined->stored[off / 4]; }
+
+void undefined_results(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, int32_t line)
+{
+    state(w);
+    FOR_LANES(i, m) memset(undefined_local(w, i, off, 1), 0xff, bytes);
+    for (uint32_t at = off; at < off + bytes; at++)
+        *undefined_local_origin(w, at) = (Origin){.line = line, .at = off, .kind = FROM_CALL};
+}
 
 /* ---- rules -------------------------------------------------------------------------------------------------------------------- */
 /* The shadow and the value of a lane of up to 64 bits; of a predicate: 0 or 1. */

@@ -23,8 +23,9 @@ enum {
     FORM_WRITTEN = 128,
 };
 
-/* Where undefined bits come from: the PTX line of the read, and the offset in shared memory, or lane << 16 | column of tensor memory. */
-typedef struct { int32_t line; uint32_t at; uint8_t tensor; } Origin;
+/* Where undefined bits come from: the PTX line of the read (or call), and the offset in shared memory, or lane << 16 | column of tensor memory. */
+enum { FROM_SHARED, FROM_TENSOR, FROM_CALL };
+typedef struct { int32_t line; uint32_t at; uint8_t kind; } Origin;
 
 const uint8_t *undefined_bits(const Warp *w, int32_t at); /* a register's shadow, or NULL: all is defined */
 Origin undefined_origin(const Warp *w, int32_t at);
@@ -32,5 +33,7 @@ int undefined_lanes(const Warp *w, int32_t at, uint32_t size, uint32_t m); /* ha
 /* The shadow of the lanes m of a register of `size` bytes a lane becomes `bits` (as registers lie; NULL: defined). */
 void undefined_set(Warp *w, int32_t at, uint32_t size, uint32_t m, const void *bits, Origin origin);
 uint8_t *undefined_local(Warp *w, uint32_t lane, uint64_t off, int create);
-Origin *undefined_local_origin(Warp *w);
+Origin *undefined_local_origin(Warp *w, uint64_t off);
+/* The lanes m call a function: it has not yet given the results that these bytes of local memory hold. */
+void undefined_results(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, int32_t line);
 _Noreturn void undefined_fault(Warp *w, const char *what, Origin o);

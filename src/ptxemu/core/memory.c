@@ -243,13 +243,14 @@ static uint8_t *local_place(Warp *w, uint32_t lane, uint64_t addr, uint32_t byte
 
 static void local_shadow(Warp *w, uint32_t lane, uint64_t addr, uint32_t bytes, Unwritten *u)
 {
-    const uint8_t *shadow = undefined_local(w, lane, addr & 0xffffffffu, 0);
+    const uint64_t off = addr & 0xffffffffu;
+    const uint8_t *shadow = undefined_local(w, lane, off, 0);
     for (uint32_t j = 0; shadow && j < bytes; j++) {
         if (!shadow[j])
             continue;
         if (!u->any) {
             memset(u->bits, 0, sizeof u->bits);
-            u->origin = *undefined_local_origin(w);
+            u->origin = *undefined_local_origin(w, off + j);
         }
         u->any = 1;
         u->bits[lane * bytes + j] = shadow[j];
@@ -352,8 +353,9 @@ static void scatter(Warp *w, uint32_t m, const uint64_t *addr, int space, int64_
                 memcpy(shadow, undefined + i * bytes, bytes);
             else if (shadow)
                 memset(shadow, 0, bytes);
-            if (undefined)
-                *undefined_local_origin(w) = origin;
+            for (uint32_t j = 0; undefined && j < bytes; j++)
+                if (undefined[i * bytes + j])
+                    *undefined_local_origin(w, (addr[i] & 0xffffffffu) + j) = origin;
         }
         return;
     case SPACE_PARAM:

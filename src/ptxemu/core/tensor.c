@@ -470,7 +470,7 @@ static void load_undefined(Warp *w, const Ins *ins, const Access *a, int undefin
 {
     for (uint32_t k = 0; k < a->n; k++) {
         uint32_t bits[LANES] = {0}, at;
-        Origin origin = {.line = ins->line, .tensor = 1};
+        Origin origin = {.line = ins->line, .kind = FROM_TENSOR};
         for (uint32_t i = 0; undefined && i < LANES; i++) {
             const uint8_t *valid = valid_of(w->cta->tensor, a, i, k, &at);
             bits[i] = a->packed ? (valid[0] ? 0 : 0xffffu) | (valid[1] ? 0 : 0xffff0000u) : valid[0] ? 0 : ~0u;
@@ -503,7 +503,7 @@ static uint32_t pick(int red, uint32_t a, uint32_t b)
 static void reduce(Warp *w, const Ins *ins, const Access *a, int undefined)
 {
     uint32_t *out = operand(w, ins->arg[1 + a->n]), bits[LANES] = {0}, at;
-    Origin origin = {.line = ins->line, .tensor = 1};
+    Origin origin = {.line = ins->line, .kind = FROM_TENSOR};
     for (uint32_t i = 0; i < LANES; i++)
         for (uint32_t k = 0; k < a->n; k++) {
             uint32_t v = w->cta->tensor->data[a->lane + i][a->column + k];

@@ -184,6 +184,13 @@ static int no_printf(Warp *w, const Ins *ins, uint32_t m)
     return NEXT;
 }
 
+/* call: imm[0]: where in local memory the result lies, imm[1]: its bytes. */
+static int call_results(Warp *w, const Ins *ins, uint32_t m)
+{
+    undefined_results(w, m, (uint32_t)ins->imm[0], (uint32_t)ins->imm[1], ins->line);
+    return NEXT;
+}
+
 static int fence_proxy_async(Warp *w, const Ins *ins, uint32_t m)
 {
     (void)ins, (void)m;
@@ -248,6 +255,7 @@ static int fence(Warp *w, const Ins *ins, uint32_t m)
 static const Entry warp_instructions[] = {
     {"elect", elect}, {"shfl", shfl}, {"vote", vote}, {"activemask", activemask}, {"match", match}, {"redux", redux},
     {"nothing", nothing}, {"yield", yield}, {"trap", trap}, {"assertion", assertion}, {"printf", no_printf},
+    {"call.results", call_results},
     {"fence.proxy.async", fence_proxy_async}, {"bar.warp", warp_sync},
     {"setmaxnreg", setmaxnreg}, {"fence", fence},
 };

@@ -60,7 +60,8 @@ class Options:
     limit: instructions without progress after which a launch counts as stuck.
     races: look for accesses of global memory that nothing orders.
     warp_races: look for accesses of shared memory by lanes of one warp that nothing orders: a lane may touch what another one wrote or
-        read only past a bar.warp.sync of both, or past what its warp acquires (a barrier, an mbarrier).
+        read only past a bar.warp.sync of both, or past what its warp acquires (a barrier, an mbarrier), and one store of different
+        values to a place leaves any of them.
     loads_end_by_use: a tcgen05.ld is over where its registers are used, also for the order of memory accesses, which the PTX ISA
         does not promise without tcgen05.wait::ld.
     queued_reads: look for reads of shared memory that an arrival does not wait for, where a copy then overwrites what they read.

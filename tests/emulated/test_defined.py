@@ -13,6 +13,8 @@ GLOBAL = "a value stored to global memory"
 STORE = "    mul.wide.u32 %d5, %r0, 4;\n    add.u64 %d5, %d5, %d0;\n    st.global.b32 [%d5], {};\n"
 READ = "    ld.shared.b32 %r2, [%r1+64];\n"
 """%r2 is undefined in all lanes; the buffer's offset 64 is never written."""
+OWN = "    mad.lo.u32 %r1, %r0, 4, %r1;\n"
+"""Each lane gets a word of its own: of lanes that write one place hardware lets any be the last."""
 ODD = "    and.b32 %r3, %r0, 1;\n    setp.eq.u32 %p1, %r3, 1;\n"
 HALF = """
     setp.lt.u32 %p2, %r0, 16;
@@ -36,16 +38,16 @@ SILENT = [
     ("lanes that do not store", HALF + STORE.format("%r5").replace("st.global", "@%p2 st.global")),
     ("masked bits", READ + "    and.b32 %r2, %r2, 0;\n" + STORE.format("%r2")),
     ("bits set", READ + "    or.b32 %r2, %r2, -1;\n" + STORE.format("%r2")),
-    ("a byte of it", "    st.shared.u8 [%r1+64], %r0;\n" + READ + "    and.b32 %r2, %r2, 255;\n" + STORE.format("%r2")),
-    ("shifted out", "    st.shared.b16 [%r1+66], %r0;\n" + READ + "    shr.u32 %r2, %r2, 16;\n" + STORE.format("%r2")),
-    ("half of a pack", "    st.shared.b16 [%r1+64], %r0;\n"
+    ("a byte of it", OWN + "    st.shared.u8 [%r1+64], %r0;\n" + READ + "    and.b32 %r2, %r2, 255;\n" + STORE.format("%r2")),
+    ("shifted out", OWN + "    st.shared.b16 [%r1+66], %r0;\n" + READ + "    shr.u32 %r2, %r2, 16;\n" + STORE.format("%r2")),
+    ("half of a pack", OWN + "    st.shared.b16 [%r1+64], %r0;\n"
      + READ + "    mov.b32 {%h1, %h2}, %r2;\n    cvt.u32.u16 %r3, %h1;\n" + STORE.format("%r3")),
-    ("a permutation", "    st.shared.b16 [%r1+64], %r0;\n" + READ + "    prmt.b32 %r3, %r2, 0, 0x5410;\n" + STORE.format("%r3")),
+    ("a permutation", OWN + "    st.shared.b16 [%r1+64], %r0;\n" + READ + "    prmt.b32 %r3, %r2, 0, 0x5410;\n" + STORE.format("%r3")),
     ("lop3", READ + "    mov.b32 %r4, 0;\n    lop3.b32 %r3, %r2, %r4, %r0, 0xEA;\n" + STORE.format("%r3")),
     ("a condition that another decides", HALF + "    setp.gt.and.s32 %p3, %r5, -1, %p2;\n    @%p3 bra NEXT;\nNEXT:\n"),
     ("predicates of which one decides", HALF + "    setp.gt.s32 %p3, %r5, -1;\n    and.pred %p3, %p3, %p2;\n    @%p3 bra NEXT;\nNEXT:\n"),
     ("packed halves do not mix",
-     "    st.shared.b16 [%r1+64], %r0;\n"
+     OWN + "    st.shared.b16 [%r1+64], %r0;\n"
      + READ + "    add.rn.bf16x2 %r3, %r2, %r2;\n    and.b32 %r3, %r3, 0xffff;\n" + STORE.format("%r3")),
     ("another lane's through a shuffle",
      HALF + "    and.b32 %r6, %r0, 15;\n    shfl.sync.idx.b32 %r7, %r5, %r6, 31, -1;\n" + STORE.format("%r7")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from memory_ptx import run, wait
@@ -52,7 +54,7 @@ DONE:
 """
 
 
-def judged(right: bool, body: str, says: str = SAYS, threads: int = 64, **options: bool) -> None:
+def judged(right: bool, body: str, says: str = SAYS, threads: int = 64, **options: Any) -> None:
     """Silent under any schedule, or a race under each."""
     for seed in range(3):
         args = [torch.arange(128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)]
@@ -166,13 +168,15 @@ def test_what_may_overwrite() -> None:
     """Generic writes take the same way as the reads; all of the asynchronous proxy does not."""
     store = "st.shared.b32 [%r1+1024], 0;\n    mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], 512;"
     judged(True, ring(LOAD, ARRIVE, copy=store))
+    # An H200 that launches no clusters takes an st.async for an illegal instruction. The second CTA has nothing to do.
+    alone = "mov.u32 %r11, %cluster_ctarank;\n    setp.ne.u32 %p4, %r11, 0;\n    @%p4 bra DONE;"
     remote = (
         "mapa.shared::cluster.u32 %r10, %r1, 0;\n"
-        "    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r10+{0}], 0, [%r10];\n"
+        "    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r10+{0}], %r0, [%r10];\n"
         "    mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], 508;"
     )
-    judged(False, ring(LOAD, ARRIVE, copy=remote.format(1028)))
-    judged(True, ring(LOAD, ARRIVE, copy=remote.format(1028 + 512)))
+    judged(False, ring(LOAD, ARRIVE, remote.format(1028), alone), grid=2, cluster=2)
+    judged(True, ring(LOAD, ARRIVE, remote.format(1028 + 512), alone), grid=2, cluster=2)
 
 
 @pytest.mark.parametrize(("between", "right"), [("", False), (FENCE, True), ("add.u32 %r9, %r4, 1;", True)])

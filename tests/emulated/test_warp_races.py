@@ -62,6 +62,24 @@ def test_a_write_over_another_lanes_write() -> None:
     launch("    st.shared.b32 [%r2], 5;\n    st.shared.b32 [%r3], 5;\n")
 
 
+@pytest.mark.parametrize(
+    ("store", "lanes", "offset"),
+    [
+        ("st.shared.b32 [%r1+8], %r0;", (0, 1), 8),
+        ("@%p1 st.shared.u8 [%r1+8], %r0;", (30, 31), 8),
+        ("st.shared.v4.b32 [%r1+16], {7, 7, 7, %r0};", (0, 1), 28),
+    ],
+)
+def test_different_values_for_one_place(store: str, lanes: tuple[int, int], offset: int) -> None:
+    """Of lanes that write a place with one instruction, any may be the last: an H200 was seen to keep lane 0's value."""
+    before = "    setp.ge.u32 %p1, %r0, 30;\n    "
+    message = f"lanes {lanes[0]} and {lanes[1]} write different values to shared offset {offset} at once"
+    with pytest.raises(ptxemu.RaceFault, match=message):
+        launch(before + store)
+    launch(before + store, warp_races=False)
+    launch(before + store.replace("%r0", "7"))
+
+
 def test_a_sync_of_some_lanes_orders_those() -> None:
     """Lanes below 16 meet; lane 16 reads what lane 17 wrote."""
     part = "    setp.ge.u32 %p1, %r0, 16;\n    @%p1 bra REST;\n    bar.warp.sync 0x0000ffff;\nREST:\n"

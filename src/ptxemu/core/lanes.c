@@ -80,6 +80,17 @@ static void check_place(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, const
             check(w, &s->lane_reader[word], m, word * 4, what, "read");
 }
 
+/* Lanes of one store that write different values to a byte: which of them stays is open. A write by all lanes together counts as one. */
+static void check_each_other(Warp *w, uint32_t m, const uint32_t *off, uint32_t bytes, const uint8_t *in)
+{
+    FOR_LANES(a, m) FOR_LANES(b, m & ~((2u << a) - 1)) {
+        const uint32_t from = off[a] > off[b] ? off[a] : off[b], to = (off[a] < off[b] ? off[a] : off[b]) + bytes;
+        for (uint32_t at = from; at < to; at++)
+            if (in[a * bytes + at - off[a]] != in[b * bytes + at - off[b]])
+                fault(w, ERR_RACE, "lanes %d and %d write different values to shared offset %u at once: either may stay", (int)a, (int)b, at);
+    }
+}
+
 void lanes_mark(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, int write)
 {
     const Shared *s = &w->cta->shared;
@@ -104,6 +115,8 @@ void lanes_access(Warp *w, uint32_t m, const uint64_t *addr, uint32_t bytes, con
         off[i] = shared_place(w, addr[i], bytes, 1, 0, in ? "store" : "load", &c);
         own |= (uint32_t)(c == w->cta) << i;
     }
+    if (in)
+        check_each_other(w, own, off, bytes, in);
     FOR_LANES(i, own) check_place(w, together ? w->live : 1u << i, off[i], bytes, in ? in + i * bytes : NULL);
     FOR_LANES(i, own) lanes_mark(w, together ? w->live : 1u << i, off[i], bytes, in != NULL);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from pathlib import Path
 
 import conformance
 import numpy as np
@@ -26,7 +27,9 @@ def launch(form: str, x: np.ndarray, result: np.ndarray) -> conformance.Recorded
 
 
 def row(r: conformance.Recorded, hardware: np.ndarray) -> dict[str, object]:
-    return {"same": False, "results": ["", base64.b64encode(zlib.compress(hardware.tobytes())).decode()]}
+    results = [r.before[0], hardware.tobytes()]
+    kept = ["", base64.b64encode(zlib.compress(results[1])).decode()]
+    return {"same": False, "digest": conformance.digest(results), "results": kept}
 
 
 def test_forms_of_a_text() -> None:
@@ -58,6 +61,15 @@ def test_sine_far_out() -> None:
     assert conformance.compare(r, row(r, np.array([0.75, 0.5], np.float32)))
 
 
+def test_the_gpu_of_a_machine_with_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor i in 0 1; do case "$*" in *--id=$i*) echo "NVIDIA H200, 580.1"; esac; done\n'
+                    'case "$*" in *--id=*) ;; *) echo "NVIDIA H200, 580.1"; echo "NVIDIA H200, 580.1"; esac\n')  # fmt: skip
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert conformance._gpu() == {"gpu": "NVIDIA H200", "driver": "580.1"}
+
+
 def test_all_else_has_the_same_bits() -> None:
     x, y = np.array([1, 2], np.float32), np.array([1.5, 2.5], np.float32)
     r = launch("sqrt.rn.f32", x, y)
@@ -66,5 +78,5 @@ def test_all_else_has_the_same_bits() -> None:
     good = {"same": True, "digest": conformance.digest(r.after)}
     assert not conformance.compare(r, good)
     assert conformance.compare(launch("sqrt.rn.f32", x, -y), good)
-    unchanged = {"same": False, "results": ["", ""]}
+    unchanged = {"same": False, "digest": conformance.digest(r.before), "results": ["", ""]}
     assert conformance.compare(r, unchanged)

@@ -163,7 +163,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> list[LayerDecodeConfig]:
         return load(kernel, config, arch)
 
     monkeypatch.setattr(deltafuse.kda, "plan", lambda *_: Plan("cute"))
-    monkeypatch.setattr(autograd_layer, "machine", lambda _: {"arch": ARCH})
+    monkeypatch.setattr(autograd_layer, "machine", lambda _, known: {"arch": ARCH})
     monkeypatch.setattr(autograd_layer.cache, "load", noted)
     return launched
 

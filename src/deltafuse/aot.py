@@ -48,6 +48,7 @@ CONFIGS: dict[str, type[Any]] = {
     "warp.conv_forward": configs.ConvConfig,
     "warp.conv_backward": configs.ConvBackwardConfig,
     "warp.conv_update": configs.ConvUpdateConfig,
+    "sm90.kda_segments": configs.SegmentsConfig,
     "sm90.kda_scan": configs.ScanConfig,
     "sm90.kda_reverse": configs.ReverseConfig,
     "sm90.kda_inter": configs.InterConfig,

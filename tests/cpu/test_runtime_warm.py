@@ -142,7 +142,7 @@ def test_the_common_set() -> None:
     for kernel, config in found:
         by_name.setdefault(kernel, []).append(config)
     backward = {"sm90.kda_reverse", "sm90.kda_inter", "warp.kda_intra"}
-    assert set(by_name) == {"warp.kda_prepare", "warp.kda_combine", "sm90.kda_scan"} | backward
+    assert set(by_name) == {"warp.kda_prepare", "warp.kda_combine", "sm90.kda_segments", "sm90.kda_scan"} | backward
     assert all(isinstance(config, aot.CONFIGS[kernel]) for kernel, config in found)
     prepares, scans = by_name["warp.kda_prepare"], by_name["sm90.kda_scan"]
     assert {config.gate for config in prepares} == {"log", "softplus", "bounded"}

@@ -58,8 +58,12 @@ class Watched:
                 self.starts.append(args[3].fill_(NAN))
                 if args[4] is not None:
                     args[4].fill_(NAN)
-            elif kernel in ("sm90.kda_scan", "sm90.kda_reverse"):
-                last = args[-6 if kernel == "sm90.kda_scan" else -5]
+            elif kernel == "sm90.kda_segments":
+                self.ends.append(args[5].fill_(NAN))
+                self.transitions.append(args[6].fill_(NAN))
+                self.codes.append(args[8].fill_(-9))
+            elif kernel == "sm90.kda_reverse":
+                last = args[-5]
                 if config.early == "decide":
                     self.codes.append(args[-3].fill_(-9))
                     self.ends.append(last.fill_(NAN))
@@ -116,7 +120,7 @@ def test_heads_of_every_kind_in_one_call(emulated: Any, spec: dict[str, Any]) ->
         given["k"] = given["k"] / 8
     found, seen = run(given, Schedule(64, 2 if spec.get("value_dim") == 128 else 1, 3, 3))
     check(found, given)
-    assert seen.names == ["warp.kda_prepare", "sm90.kda_scan", "sm90.kda_scan", "warp.kda_combine", "sm90.kda_scan"]
+    assert seen.names == ["warp.kda_prepare", "sm90.kda_segments", "warp.kda_combine", "sm90.kda_scan"]
     assert seen.codes[0].T.tolist() == [[0, 2, 2], [0, 0, 0], [0, 2, 0], [0, 0, 2]]
     # Only what somebody needs is there: the states of segments with code 0, and the ends and transitions that lead to them.
     assert finite(seen.starts[0]) == [

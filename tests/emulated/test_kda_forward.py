@@ -15,7 +15,7 @@ import deltafuse
 from deltafuse.autograd.kda import _by_chunk
 from deltafuse.autograd.kda_cute import flags_of, forward, kernels_for
 from deltafuse.cli.specs import DeltaSpec
-from deltafuse.kernels.config import CombineConfig, ScanConfig
+from deltafuse.kernels.config import CombineConfig, ScanConfig, SegmentsConfig
 from deltafuse.kernels.schedule import Schedule
 from deltafuse.problem import parse_delta
 
@@ -120,8 +120,8 @@ def test_packed_sequences_by_segments(emulated: Any) -> None:
 
 
 LAUNCHED_EARLY: dict[str, tuple[str, Any]] = {
-    "segments": ("sm90.kda_scan", ScanConfig(readout=False, final=True, early="decide")),
-    "transitions": ("sm90.kda_scan", ScanConfig(readout=False, final=True, transition=True, early="follow")),
+    "segments": ("sm90.kda_segments", SegmentsConfig(cluster=2)),
+    "segments, packed, strips": ("sm90.kda_segments", SegmentsConfig(cu_seqlens="int64", strips=True)),
     "combination": ("warp.kda_combine", CombineConfig(initial=True, final=True, early=True)),
     "scan": ("sm90.kda_scan", ScanConfig(cluster=2, initial=True, final=True, early="follow")),
 }

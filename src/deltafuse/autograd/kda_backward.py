@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.config import CombineConfig, InterConfig, IntraConfig, PrepareConfig, ReverseConfig, ScanConfig
+from ..kernels.config import (
+    CombineConfig,
+    InterConfig,
+    IntraConfig,
+    PrepareConfig,
+    ReverseConfig,
+    ScanConfig,
+    SegmentsConfig,
+)
 from ..runtime import cache
 from .common import Load
 from .kda_cute import (
@@ -49,8 +57,7 @@ class BackwardKernels:
     intra: IntraConfig
     segments: int
     segment_chunks: int
-    ends: ScanConfig | None = None
-    transitions: ScanConfig | None = None
+    over_segments: SegmentsConfig | None = None
     combine: CombineConfig | None = None
     reverse_ends: ReverseConfig | None = None
     reverse_transitions: ReverseConfig | None = None
@@ -59,7 +66,8 @@ class BackwardKernels:
     def __iter__(self) -> Any:
         for name, configs in (
             ("warp.kda_prepare", (self.prepare,)),
-            ("sm90.kda_scan", (self.ends, self.transitions, self.scan)),
+            ("sm90.kda_segments", (self.over_segments,)),
+            ("sm90.kda_scan", (self.scan,)),
             ("sm90.kda_reverse", (self.reverse_ends, self.reverse_transitions, self.reverse)),
             ("warp.kda_combine", (self.combine, self.reverse_combine)),
             ("sm90.kda_inter", (self.inter,)),
@@ -69,7 +77,7 @@ class BackwardKernels:
 
     def launched(self, kept: bool) -> list[tuple[str, Any]]:
         """Those that run; what the forward pass has kept is not made again."""
-        again = (self.prepare, self.ends, self.transitions, self.combine, self.scan)
+        again = (self.prepare, self.over_segments, self.combine, self.scan)
         return [(name, config) for name, config in self if not (kept and config in again)]
 
 
@@ -112,8 +120,7 @@ def plan_backward(
         ),
         ReverseConfig(**common, **spread, state_v_first=True, initial=True, final=grad_initial, early="follow"),
         inter, intra, plan.segments, plan.segment_chunks,
-        ends=ScanConfig(**common, **narrow, state_v_first=True, panels=3, early="decide"),
-        transitions=ScanConfig(**common, **square, state_v_first=True, panels=3, early="follow"),
+        over_segments=SegmentsConfig(**common, cluster=SegmentsConfig.cluster_of(p.key_dim, value_dim), panels=3),
         combine=CombineConfig(p.key_dim, True, initial, early=True),
         reverse_ends=ReverseConfig(**common, **narrow, state_v_first=True, early="decide"),
         reverse_transitions=ReverseConfig(**common, **square, state_v_first=True, early="follow"),
@@ -231,14 +238,6 @@ class _Given:
     arch: str
     load: Load
 
-    def scan(self, config: ScanConfig | None, v: Tensor | None, *tensors: Tensor | None) -> None:
-        h0, ht, hs, bound, early = tensors
-        length = (self.kernels.segments, self.kernels.segment_chunks)
-        operands = (self.factors, self.scores, self.decay)
-        self.load("sm90.kda_scan", config, self.arch)(
-            *operands, v, h0, self.cu_seqlens, None, ht, hs, bound, early, *length
-        )
-
     def reverse(
         self, config: ReverseConfig | None, do: Tensor | None, dht: Tensor | None, *outs: Tensor | None
     ) -> None:
@@ -266,18 +265,21 @@ def _states(given: _Given, shape: tuple[int, ...], hs: Tensor, initial_state: Te
     k = given.kernels
     sequences, value_heads, value_dim, key_dim = shape
     h0 = None if initial_state is None else _v_first(initial_state.detach(), key_dim, value_dim, v_first)
-    f = given.factors
-    early = None
+    f, early, length = given.factors, None, (k.segments, k.segment_chunks)
+    operands = (given.factors, given.scores, given.decay)
     if k.segments > 1:
         units = sequences * k.segments
         ends, starts = (f.new_empty((units, *shape[1:]), dtype=torch.float32) for _ in range(2))
-        transitions = f.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
+        maps = f.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
         early = f.new_empty((units, value_heads), dtype=torch.int32)
-        given.scan(k.ends, given.v, None, ends, None, given.bound, early)
-        given.scan(k.transitions, None, None, transitions, None, None, early)
-        given.combine(k.combine, ends, transitions, h0, starts, None, early)
+        given.load("sm90.kda_segments", k.over_segments, given.arch)(
+            *operands, given.v, given.cu_seqlens, ends, maps, given.bound, early, *length
+        )
+        given.combine(k.combine, ends, maps, h0, starts, None, early)
         h0 = starts
-    given.scan(k.scan, given.v, h0, None, hs, None, early)
+    given.load("sm90.kda_scan", k.scan, given.arch)(
+        *operands, given.v, h0, given.cu_seqlens, None, None, hs, None, early, *length
+    )
 
 
 def _reverse(

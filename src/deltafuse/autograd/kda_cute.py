@@ -3,8 +3,8 @@
     prepare   q, k, g, beta -> factors, scores, decay     every chunk and value head at once
     scan      factors, scores, decay, v -> o, state       chunk after chunk
 
-Where sequences and heads are few, the scan runs by segments: `scan` without output gives every segment's state from zero and
-its transition, `combine` every segment's initial state, and a second `scan` the output (see `kernels.schedule`).
+Where sequences and heads are few, the scan runs by segments: `segments` gives every segment's state from zero and its map of
+states, `combine` every segment's initial state, and `scan` the output (see `kernels.schedule`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig
+from ..kernels.config import CHUNK, CombineConfig, PrepareConfig, ScanConfig, SegmentsConfig
 from ..kernels.schedule import Schedule, schedule
 from ..problem import DeltaProblem
 from ..runtime import cache
@@ -69,15 +69,13 @@ class Kernels:
     prepare: PrepareConfig
     scan: ScanConfig
     schedule: Schedule
-    segment: ScanConfig | None = None
-    transition: ScanConfig | None = None
+    over_segments: SegmentsConfig | None = None
     combine: CombineConfig | None = None
 
     def __iter__(self) -> Any:
         yield "warp.kda_prepare", self.prepare
-        if self.segment is not None:
-            yield "sm90.kda_scan", self.segment
-            yield "sm90.kda_scan", self.transition
+        if self.over_segments is not None:
+            yield "sm90.kda_segments", self.over_segments
             yield "warp.kda_combine", self.combine
         yield "sm90.kda_scan", self.scan
 
@@ -128,22 +126,9 @@ def plan_kernels(
         early="follow",
         **states,
     )
-    segment = ScanConfig(
-        **common, tile=64, cluster=2 if value_dim % 128 == 0 else 1, state_v_first=True, final=True, readout=False,
-        early="decide",
-    )  # fmt: skip
-    transition = ScanConfig(
-        **common,
-        tile=64,
-        cluster=2 if key_dim == 128 else 1,
-        state_v_first=True,
-        final=True,
-        readout=False,
-        transition=True,
-        early="follow",
-    )
+    over_segments = SegmentsConfig(**common, cluster=SegmentsConfig.cluster_of(key_dim, value_dim))
     combine = CombineConfig(key_dim, flags.state_v_first, initial, flags.final, early=True)
-    return Kernels(prepare, scan, plan, segment, transition, combine)
+    return Kernels(prepare, scan, plan, over_segments, combine)
 
 
 def kernels_for(
@@ -419,14 +404,12 @@ def _segment_states(
     kernels, plan = form.kernels, form.kernels.schedule
     units, heads, decay = form.sequences * plan.segments, form.value_heads, operands[2]
     ends = decay.new_empty((units, heads, form.value_dim, form.key_dim))
-    transitions = decay.new_empty((units, heads, form.key_dim, form.key_dim))
+    maps = decay.new_empty((units, heads, form.key_dim, form.key_dim))
     starts = decay.new_empty((units, heads, *form.inner))
     early = decay.new_empty((units, heads), dtype=torch.int32)
-    length = (plan.segments, plan.segment_chunks)
-    segment, transition = (form.load("sm90.kda_scan", x, form.arch) for x in (kernels.segment, kernels.transition))
-    segment(*operands, v, None, cu_seqlens, None, ends, None, bound, early, *length)
-    transition(*operands, None, None, cu_seqlens, None, transitions, None, None, early, *length)
-    form.load("warp.kda_combine", kernels.combine, form.arch)(ends, transitions, h0, starts, ht, early, plan.segments)
+    over_segments = form.load("sm90.kda_segments", kernels.over_segments, form.arch)
+    over_segments(*operands, v, cu_seqlens, ends, maps, bound, early, plan.segments, plan.segment_chunks)
+    form.load("warp.kda_combine", kernels.combine, form.arch)(ends, maps, h0, starts, ht, early, plan.segments)
     return starts, early
 
 

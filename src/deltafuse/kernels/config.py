@@ -48,7 +48,7 @@ class ScanConfig:
     `readout`: whether o is wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
     `by_value`: chunks' states are [V, K] whatever the layout of the others.
     `panels` of scores a chunk: 3 where the inverse without beta is among them; `strips`: these are strips. `early`: segments may start
-    early from zero; "decide" where this pass says which ones do, "follow" where an earlier one has.
+    early from zero; "decide" where this pass finds which ones do, "follow" where an earlier one has.
     """
 
     dtype: str = "bfloat16"
@@ -71,6 +71,23 @@ class ScanConfig:
     def states_v_first(self) -> bool:
         """The layout of chunks' states."""
         return self.state_v_first or self.by_value
+
+
+@dataclass(frozen=True)
+class SegmentsConfig:
+    """`sm90.kda_segments`: segments' final states from zero and their maps of states, where these are wanted; fields as in `ScanConfig`."""
+
+    dtype: str = "bfloat16"
+    key_dim: int = 128
+    cluster: int = 1
+    cu_seqlens: str = ""
+    panels: int = 2
+    strips: bool = False
+
+    @staticmethod
+    def cluster_of(key_dim: int, value_dim: int) -> int:
+        """The largest cluster for both passes."""
+        return 2 if key_dim % 128 == 0 and value_dim % 128 == 0 else 1
 
 
 @dataclass(frozen=True)

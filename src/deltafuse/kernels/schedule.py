@@ -1,7 +1,7 @@
 """How the serial scan is spread over a GPU: tile of V, clusters, segments of the sequence. A cost model in SM cycles, pure arithmetic.
 
 A CTA takes one sequence, value head and tile of V, chunk after chunk. Few sequences and heads leave most SMs idle, so a long sequence is
-cut into segments: a first pass gives every segment's final state from zero and its K x K transition, a short serial
+cut into segments: one launch gives every segment's final state from zero and its K x K transition, a short serial
 combination gives every segment's initial state, and the scan then runs all segments at once.
 """
 

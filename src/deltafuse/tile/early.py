@@ -5,7 +5,7 @@ to LIMIT or less, the state before them adds at most 2^LIMIT of its size to the 
 missed would show in no bit unless the state had been 2^72 times as large as what has entered it since. The segment then starts W chunks
 early from zero, and nobody needs to know its own initial state.
 
-A segment's code, which the pass for segments' ends writes down for those after it:
+A segment's code, which the kernel for segments' ends and maps writes down for those after it:
 
     W > 0   it starts W chunks early
     0       it starts from the state that the combination finds (segment 0: the sequence's initial state)
@@ -20,6 +20,8 @@ with the chunks behind a segment; there the last segment and those behind the en
 # mypy: ignore-errors
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -62,6 +64,50 @@ def codes(
         total = total + select(w >= i, cute.arch.shuffle_sync_up(total, offset=i), 0.0)
     enough = cute.arch.vote_ballot_sync(total <= Float32(LIMIT))
     return _code(enough & 0xFFFF, last), _code(enough >> REACH, last)
+
+
+@cute.jit
+def early_start(
+    mBound: cute.Tensor | None,
+    mEarly: cute.Tensor | None,
+    hv: Int32,
+    unit: Int32,
+    segment: Int32,
+    segments: Int32,
+    segment_chunks: Int32,
+    base: Int32,
+    total: Int32,
+    chunks: Int32,
+    decide: cutlass.Constexpr[bool],
+    initial: cutlass.Constexpr[bool],
+    transition: cutlass.Constexpr[bool],
+    back: cutlass.Constexpr[bool],
+):
+    """A unit's `code`; `skip` chunks without output; `out`, where its last state goes, and `ends`: whether it is wanted there.
+
+    `base` and `total` are the first slot and the chunks of its sequence, `chunks` its own. `decide`: by the bounds, found by whole warps,
+    else as `mEarly` says; `initial`: in the last pass, which reads initial states; `transition`: the last state is a map of states.
+    """
+    if const_expr(decide):
+        code, following = codes(mBound, hv, base, total, segment, segment_chunks, back)
+    else:
+        code = mEarly[unit, hv]
+        step = const_expr(-1 if back else 1)
+        following = mEarly[unit - segment + cutlass.min(cutlass.max(segment + step, 0), segments - 1), hv]
+    out = unit
+    if const_expr(initial):
+        # A sequence's last state, from the one unit that ends with it.
+        out = unit // segments
+        last = Int32(0) if const_expr(back) else cutlass.max(total - 1, 0) // segment_chunks
+        ends = Int32((code != 0) & (segment == last))
+    elif const_expr(transition):
+        ends = Int32((following == 0) & (code == 0))
+    else:
+        ends = Int32(following == 0)
+    skip = cutlass.max(code, 0) * Int32(chunks > 0)
+    if const_expr(not initial):
+        skip = skip * ends
+    return SimpleNamespace(code=code, skip=skip, out=out, ends=ends)
 
 
 @cute.jit

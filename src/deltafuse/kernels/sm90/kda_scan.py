@@ -19,6 +19,7 @@ n * segments + s. A unit without chunks passes its state through.
 
 With `early`, units whose state or map nobody needs have nothing to do, and others take up to 16 chunks before their own first one, without
 output, from a zero state: see `tile.early`. Final states are then those of sequences whose last segment need not be combined.
+`kda_segments` launches the two passes before the combination, for ends and maps (`transition`), as one.
 
 Warps: consumer warpgroups first, then one warp that fetches operands (bulk copies of panels that lie in memory as they are wanted in shared
 memory; a cluster's CTAs fetch a half each for both), then one that fetches v (tensor copies, whose rows may start at any token).
@@ -69,7 +70,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ...tile import panel
 from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
-from ...tile.early import codes
+from ...tile.early import early_start
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.ptx import store_shared
 from ...tile.state import part_of, set_identity, transposed
@@ -243,23 +244,45 @@ class KdaScan:
         segments: Int32,
         segment_chunks: Int32,
     ):
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        s, operands, values = self.start()
+        block, _, _ = cute.arch.block_idx()
+        self.work(
+            s, operands, values, block, sequences, tiles, segments, segment_chunks, mF, mM, mD, mH, mCu, mBound, mEarly, mHt, mO,
+            tma_v, tV, tma_o, tO, tma_s, tS,
+        )  # fmt: skip
+        self.finish()
+
+    def start(self):
+        """Shared memory and pipelines, ready for use; the kernel before has ended."""
         s = self.shared()
         operands, values = self.pipelines(s)
         self.clear_scores(s)
         cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
+        if self.cluster > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        if const_expr(not self.config.readout):
-            # The next pass over segments may be put on SMs as they become free.
+        if not self.config.readout:
+            # What comes after a pass over segments may be put on SMs as they become free.
             cute.arch.griddepcontrol_launch_dependents()
         # The kernel before has ended from here on, and so have all before it: they waited likewise. Nothing is read or written earlier.
         cute.arch.griddepcontrol_wait()
+        return s, operands, values
 
-        block, _, _ = cute.arch.block_idx()
+    def finish(self):
+        if self.cluster > 1:
+            # The other CTA's copies and releases reach this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def work(
+        self, s, operands, values, block, sequences, tiles, segments, segment_chunks, mF, mM, mD, mH, mCu, mBound, mEarly, mHt, mO,
+        tma_v, tV, tma_o, tO, tma_s, tS,
+    ):  # fmt: skip
+        """What the CTA of index `block` does; absent tensors are None."""
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         at = self.unit(block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks)
         self.pass_on(mEarly, at, warp_idx)
         if warp_idx >= 4 * self.groups:
@@ -274,10 +297,6 @@ class KdaScan:
             if const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(240)
             self.consume(s, operands, values, mH, mHt, mO, tma_o, tO, tma_s, tS, at, warp_idx)
-        if const_expr(self.cluster > 1):
-            # The other CTA's copies and releases reach this one's shared memory.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def shared(self):
         """Shared memory: raw pointers for bulk copies, tensors for the rest."""
@@ -360,7 +379,9 @@ class KdaScan:
         chunks = cutlass.min(segment_chunks, total - first)
         early = SimpleNamespace(code=Int32(0), skip=Int32(0), out=unit, ends=Int32(1))
         if const_expr(self.config.early != ""):
-            early = self.early_unit(mBound, mEarly, hv, unit, segment, segments, segment_chunks, base, total, chunks)
+            kind = (self.config.early == "decide", self.config.initial, self.config.transition, self.back)
+            where = (hv, unit, segment, segments, segment_chunks, base, total, chunks)
+            early = early_start(mBound, mEarly, *where, *kind)
             if const_expr(not self.config.initial):
                 chunks = chunks * early.ends
         chunks = chunks + early.skip
@@ -376,33 +397,9 @@ class KdaScan:
         )  # fmt: skip
 
     @cute.jit
-    def early_unit(self, mBound, mEarly, hv, unit, segment, segments, segment_chunks, base, total, chunks):
-        """This unit's `code`; `skip` chunks without output; `out`, where its last state goes, and `ends`: whether it is wanted there."""
-        if const_expr(self.config.early == "decide"):
-            code, following = codes(mBound, hv, base, total, segment, segment_chunks, self.back)
-        else:
-            code = mEarly[unit, hv]
-            step = const_expr(-1 if self.back else 1)
-            following = mEarly[unit - segment + cutlass.min(cutlass.max(segment + step, 0), segments - 1), hv]
-        out = unit
-        if const_expr(self.config.initial):
-            # A sequence's last state, from the one unit that ends with it.
-            out = unit // segments
-            last = Int32(0) if const_expr(self.back) else cutlass.max(total - 1, 0) // segment_chunks
-            ends = Int32((code != 0) & (segment == last))
-        elif const_expr(self.config.transition):
-            ends = Int32((following == 0) & (code == 0))
-        else:
-            ends = Int32(following == 0)
-        skip = cutlass.max(code, 0) * Int32(chunks > 0)
-        if const_expr(not self.config.initial):
-            skip = skip * ends
-        return SimpleNamespace(code=code, skip=skip, out=out, ends=ends)
-
-    @cute.jit
     def pass_on(self, mEarly, at, warp_idx):
         """The unit's code to the passes after this one."""
-        if const_expr(self.config.early == "decide"):
+        if const_expr(self.config.early == "decide" and mEarly is not None):
             if (at.tile == 0) & (warp_idx == 0):
                 with cute.arch.elect_one():
                     mEarly[at.unit, at.hv] = at.code

@@ -11,12 +11,14 @@ from cutlass.cute.nvgpu import cpasync
 
 
 def reads_done():
-    """This thread has read what it has asked shared memory for; then it may say so to a copy that overwrites it.
+    """This warp has read what it has asked shared memory for; then a thread of it may say so to a copy that overwrites it.
 
     An arrival at an mbarrier does not wait for loads: it overtakes those that queue behind others, such as a first state's from global
     memory, and the copy that it lets go can be faster than they are. A load whose value has been used needs none of this.
     """
     cute.arch.fence_proxy("async.shared", space="cta")
+    # One thread arrives for all, whose reads its own arrival alone does not order.
+    cute.arch.sync_warp()
 
 
 @cute.jit

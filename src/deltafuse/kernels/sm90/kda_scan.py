@@ -658,6 +658,7 @@ class KdaScan:
                             keep_columns(r.fU, at.last_rows, r.tid)
                     widen(r.fU, r.R)
             warpgroup.wait_group(0)
+            cute.arch.sync_warp()
             operands.consumer_release(done)
 
         if const_expr(config.readout):

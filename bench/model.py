@@ -85,9 +85,10 @@ def tensor_cycles(machine: Machine, key_dim: int, tile: int, *, inverse: bool = 
     return macs / rate
 
 
-def operand_bytes(key_dim: int, *, inverse: bool = False) -> int:
-    """w (or kd), qg, kg and Aqk (and M') of a chunk in 16 bits, and its decay factors."""
-    return 2 * CHUNK * (3 * key_dim + CHUNK * (2 if inverse else 1)) + 4 * key_dim
+def operand_bytes(key_dim: int, *, inverse: bool = False, strips: bool = False) -> int:
+    """w (or kd), qg, kg and Aqk (and M') of a chunk in 16 bits, and its decay factors; `strips`: without most zeros of triangular ones."""
+    columns = 40 if strips else CHUNK
+    return 2 * CHUNK * (3 * key_dim + columns * (2 if inverse else 1)) + 4 * key_dim
 
 
 def blackwell_steps(machine: Machine, key_dim: int, tile: int, t: Latencies = Latencies()) -> list[tuple[str, float]]:
@@ -128,13 +129,13 @@ EXPOSED = 480.0
 warpgroup."""
 
 
-def hopper(machine: Machine, key_dim: int, tile: int, share: int, *, inverse: bool) -> Scan:
+def hopper(machine: Machine, key_dim: int, tile: int, share: int, *, inverse: bool, strips: bool = False) -> Scan:
     """One warpgroup for 64 columns of V: everything is serial but what a second warpgroup's products cover."""
     tensor = tensor_cycles(machine, key_dim, tile, inverse=inverse)
-    name = f"{'scan' if inverse else 'prototype'}, tile {tile}{', pairs' if share > 1 else ''}"
-    return Scan(
-        name, tile, share, tensor + EXPOSED, tensor, operand_bytes(key_dim, inverse=inverse), 2 * 2 * CHUNK * tile
-    )
+    kind = f"{'scan' if inverse else 'prototype'}{', strips' if strips else ''}"
+    name = f"{kind}, tile {tile}{', pairs' if share > 1 else ''}"
+    operands = operand_bytes(key_dim, inverse=inverse, strips=strips)
+    return Scan(name, tile, share, tensor + EXPOSED, tensor, operands, 2 * 2 * CHUNK * tile)
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,16 @@ OWN = (
 )
 """`sm90.kda_scan` on an H200 on 2026-11-30: shape, columns of V a CTA, CTAs that share operands, milliseconds."""
 
+OWN_STRIPS = ((Shape(1, 8192, 64, 128, 128), 64, 2, 0.181),)
+"""The same with strips of M' and Aqk, as it has run since."""
+
 
 def hopper_check(*, own: bool = False) -> list[tuple[Shape, Scan, Prediction, float]]:
     """Measured calls, of the prototype or of this package's own scan, with what the model says of them."""
     rows = []
-    for shape, tile, share, measured in OWN if own else MEASURED:
-        scan = hopper(H200, shape.key_dim, tile, share, inverse=own)
+    calls = [(x, False) for x in (OWN if own else MEASURED)] + [(x, True) for x in OWN_STRIPS if own]
+    for (shape, tile, share, measured), strips in calls:
+        scan = hopper(H200, shape.key_dim, tile, share, inverse=own, strips=strips)
         rows.append((shape, scan, predict(H200, scan, shape), measured))
     return rows
 

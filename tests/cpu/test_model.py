@@ -40,7 +40,7 @@ def test_this_packages_scan_is_predicted() -> None:
     """All but the call whose four CTAs of a head fetch the same operands each by itself."""
     rows = model.hopper_check(own=True)
     off = [(shape.heads, scan.tile, scan.share) for shape, scan, p, ms in rows if abs(p.total / ms - 1) > 0.25]
-    assert len(rows) == 10
+    assert len(rows) == 11
     assert off == [(16, 64, 1)]
 
 
@@ -56,6 +56,7 @@ def test_tensor_cycles_by_hand() -> None:
 def test_bytes_by_hand() -> None:
     assert model.operand_bytes(128) == 64 * (3 * 256 + 128) + 512
     assert model.operand_bytes(64, inverse=True) == 64 * (3 * 128 + 256) + 256
+    assert model.operand_bytes(128, inverse=True, strips=True) == 64 * (3 * 256 + 2 * 80) + 512
     chip = model.on_chip_bytes(128, 128)
     assert chip["shared, products"] == 7 * 8192
     assert chip["shared, copies"] == (7 + 2 + 2) * 8192 + 512

@@ -36,6 +36,8 @@ class Costs:
 
 
 COSTS = Costs()
+STRIPS = 40
+"""Numbers of M' or Aqk a token, zeros above the blocks on the diagonal left out."""
 TILE = 64
 """Columns of V a CTA. The scan can do 128: two of 64, which share their operands, are about as fast where the GPU is full (within 2 %
 either way on an H200) and faster where it is not."""
@@ -57,11 +59,11 @@ def _scan(units: int, columns: int, chunks: int, row_bytes: int, sms: int, costs
 
 def _cost(heads: int, chunks: int, key_dim: int, value_dim: int, segments: int, sms: int, costs: Costs) -> float:
     """Cycles of a whole scan; `heads` counts sequences times value heads."""
-    row = 2 * (3 * key_dim + 2 * CHUNK + 2 * value_dim)  # kd, qg, kg, M', Aqk, v and o
+    row = 2 * (3 * key_dim + 2 * STRIPS + 2 * value_dim)  # kd, qg, kg, M', Aqk, v and o
     if segments == 1:
         return _scan(heads, value_dim, chunks, row, sms, costs)
     length, units = -(-chunks // segments), heads * segments
-    first = 2 * (2 * (2 * key_dim + CHUNK) + value_dim)  # kd, kg, M', twice; v
+    first = 2 * (2 * (2 * key_dim + STRIPS) + value_dim)  # kd, kg, M', twice; v
     both = _scan(units, value_dim + key_dim, length, first, sms, costs, costs.states_only)
     return both + segments * costs.combine + costs.start + _scan(units, value_dim, length, row, sms, costs)
 

@@ -37,7 +37,8 @@ Timeline of a consumer's chunk c; on the left the products as the tensor cores h
     v'^T Aqk^T               | S^T, k < 64, rounded; wait for the next chunk's operands
     v'^T kg, k >= 64         | o(c) rounded; v(c+1) into the accumulators of R
 
-Shared memory at K = 128: 64.5 KB a stage (three), v and o 16 KB each (two slots of 64 x 64 with one warpgroup, one each with two).
+Shared memory at K = 128: 64.5 KB a stage (three; of strips of M' and Aqk 58.5 KB are copied, their zeros stay), v and o 16 KB each (two
+slots of 64 x 64 with one warpgroup, one each with two).
 
 Rows after a sequence's end: the operands are zero there; v is loaded from whatever follows (the next sequence, or zeros outside the tensor)
 and selected away, and o is stored row by row. Without packing the tensor copies end where a sequence does.

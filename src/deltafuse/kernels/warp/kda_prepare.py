@@ -6,7 +6,8 @@ G is the inclusive cumulative sum of the gate's base-2 logarithms within the chu
     Aqk[i, j] = s sum_d q_i k_j 2^(G_i - G_j)        i >= j, else 0
     L[i, j]   = beta_i sum_d k_i k_j 2^(G_i - G_j)   i > j            M' = M diag(beta)        M = (I + L)^-1
 
-With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too; with `bound` what `kda_prepare_bound` says.
+With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too; with `bound` what `kda_prepare_bound` says; with
+`strips` M' and Aqk leave without most of their zeros (`tile.panel`).
 
 One CTA of 8 warps makes one chunk of one value head. A warp owns the 16 rows of block b, 16b .. 16b + 15, in one half of the K columns;
 for the products of rows it owns q's of a block in all columns (half 0, which makes Aqk) or k's (half 1, which makes L). Warp-level

@@ -1,4 +1,7 @@
-"""A layer sharded over two processes (FSDP2) gives the gradients of one process: gloo on the CPU, NCCL where there are two GPUs."""
+"""A layer sharded over two processes (FSDP2) gives the gradients of one process: gloo on the CPU, NCCL where there are two GPUs.
+
+In float32 by torch on both: fla, where it is installed, would tune itself for minutes in every process.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from deltafuse import use_backend
 from deltafuse.nn import KimiDeltaAttention
 
 WORLD = 2
@@ -45,8 +49,9 @@ def _sharded(rank: int, folder: str, kind: str) -> None:
     try:
         model = layer(device)
         fully_shard(model, mesh=init_device_mesh(kind, (WORLD,)))
-        for _ in range(2):  # gradients accumulate
-            loss(model(inputs(rank, device))).backward()
+        with use_backend("torch"):
+            for _ in range(2):  # gradients accumulate
+                loss(model(inputs(rank, device))).backward()
         grads = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters() if p.grad is not None}
         if rank == 0:
             torch.save(grads, f"{folder}/grads.pt")
@@ -56,9 +61,10 @@ def _sharded(rank: int, folder: str, kind: str) -> None:
 
 def _alone(device: torch.device) -> dict[str, Tensor]:
     model = layer(device)
-    for _ in range(2):
-        for rank in range(WORLD):
-            (loss(model(inputs(rank, device))) / WORLD).backward()
+    with use_backend("torch"):
+        for _ in range(2):
+            for rank in range(WORLD):
+                (loss(model(inputs(rank, device))) / WORLD).backward()
     return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 

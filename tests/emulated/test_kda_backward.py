@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -98,6 +99,15 @@ def _of(grads: KdaGradients, name: str) -> torch.Tensor:
 def test_equals_the_definition(emulated: Any, name: str, dtype: torch.dtype) -> None:
     emulated("sm_90a")
     compare(arguments(CASES[name], dtype))
+
+
+@pytest.mark.parametrize("value", [-300.0, -1e9, -math.inf])
+def test_any_log_decay(emulated: Any, value: float) -> None:
+    emulated("sm_90a")
+    given = arguments(DeltaSpec("chunk_kda", tokens=70, heads=1, l2norm=True), torch.bfloat16)
+    given["g"] = -0.1 * torch.rand(1, 70, 1, 64, generator=torch.Generator().manual_seed(1))
+    given["g"][0, 5] = value
+    compare(given)
 
 
 @pytest.mark.parametrize("initial", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from functools import cache
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 
 import deltafuse
 from deltafuse.autograd.kda import _by_chunk
-from deltafuse.autograd.kda_cute import flags_of, forward, kernels_for
+from deltafuse.autograd.kda_backward import backward
+from deltafuse.autograd.kda_cute import Form, flags_of, forward, kernels_for, run
 from deltafuse.cli.specs import DeltaSpec
 from deltafuse.kernels.config import CombineConfig, ScanConfig, SegmentsConfig
 from deltafuse.kernels.schedule import Schedule
@@ -95,6 +97,55 @@ def test_equals_the_definition(emulated: Any, name: str, dtype: torch.dtype) -> 
     emulated("sm_90a")
     given = arguments(CASES[name], dtype)
     compare(emulate(given), exact(given), 5e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def masked(value: float, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Slow decays, and in one token one of `value`, as masks and resets have them."""
+    given = arguments(DeltaSpec("chunk_kda", tokens=70, heads=1, l2norm=True), dtype)
+    given["g"] = -0.1 * torch.rand(1, 70, 1, 64, generator=torch.Generator().manual_seed(1))
+    given["g"][0, 5] = value
+    return given
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("value", [-300.0, -1e6, -1e9, -math.inf])
+def test_any_log_decay(emulated: Any, value: float, dtype: torch.dtype) -> None:
+    emulated("sm_90a")
+    given = masked(value, dtype)
+    compare(emulate(given), exact(given), 5e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("g", math.inf), ("g", 1e30), ("A_log", 200.0)])
+def test_any_raw_gate(emulated: Any, name: str, value: float) -> None:
+    """A softplus gate or a rate beyond all bounds: the state is gone, and comes back after it."""
+    emulated("sm_90a")
+    given = arguments(
+        DeltaSpec("chunk_kda", tokens=70, heads=1, gate="softplus", decay="remembering", l2norm=True), torch.bfloat16
+    )
+    if name == "g":
+        given["g"][0, 5] = value
+    else:
+        given["A_log"].fill_(value)
+    compare(emulate(given), exact(given), 5e-3)
+
+
+@pytest.mark.usefixtures("nan_in_new_tensors")
+def test_rows_of_no_sequence_are_zeros(emulated: Any) -> None:
+    emulated("sm_90a")
+    given = arguments(DeltaSpec("chunk_kda", tokens=70, heads=1, l2norm=True), torch.bfloat16)
+    given |= {"cu_seqlens": torch.tensor([0, 30, 50, 50]), "use_graph": True}
+    with torch.no_grad():
+        call = parse_delta("chunk_kda", per_key=True, **given)
+    flags = flags_of(call.problem)
+    inputs = (call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, call.cu_seqlens)
+    chosen = kernels_for(call.q, call.v, *inputs[3:], flags, sms=132)
+    o, *_ = run(Form.of(call.q, call.v, call.cu_seqlens, flags, chosen, "sm_90a", load), inputs, True)
+    grads = backward(
+        *inputs, flags, chosen, torch.ones_like(call.v), None, "sm_90a", 4, load, may_end_early=True
+    )  # fmt: skip
+    for x in (o, grads.q, grads.k, grads.v, grads.g, grads.beta):
+        assert x[:, :50].isfinite().all()
+        assert (x[:, 50:] == 0).all()
 
 
 @pytest.mark.parametrize("v_first", [False, True])

@@ -38,7 +38,7 @@ def _run(form: Form, given: Inputs, cu_cpu: Tensor | None, early: bool) -> Outpu
     q, cu = given[0], given[8]
     if cu is not None:
         check_once(q, cu, cu_cpu, early)
-    o, state, states, kept = run(form, given)
+    o, state, states, kept = run(form, given, early)
     return o, state, None if states is None else _by_chunk(states, q, host_bounds(cu, cu_cpu)), kept
 
 
@@ -98,7 +98,9 @@ def _compute_gradients(q, k, v, g, beta, a_log, dt_bias, initial_state, cu, cu_c
     kernels = kernels_for(q, v, g, beta, a_log, dt_bias, initial_state, cu, flags, env.sms)
     tensors = (q, k, v, g, beta, a_log, dt_bias, initial_state)
     assert env.arch is not None
-    grads = backward(*tensors, cu, flags, kernels, grad_o, grad_state, env.arch, env.sms, kept=kept)
+    grads = backward(
+        *tensors, cu, flags, kernels, grad_o, grad_state, env.arch, env.sms, kept=kept, may_end_early=early
+    )
     found = (grads.q, grads.k, grads.v, grads.g, grads.beta, grads.a_log, grads.dt_bias, grads.initial_state)
     return tuple(q.new_empty(0) if x is None else x for x in found)
 

@@ -160,8 +160,12 @@ def backward(
     sms: int,
     load: Load = cache.load,
     kept: Kept | None = None,
+    may_end_early: bool = False,
 ) -> KdaGradients:
-    """Gradients of every input from those of o and of the final state; `kernels` and what is `kept` are the forward pass's."""
+    """Gradients of every input from those of o and of the final state; `kernels` and what is `kept` are the forward pass's.
+
+    `may_end_early` as in `kda_cute.run`: gradients of tokens of no sequence are 0.
+    """
     batch, tokens, heads, width = q.shape
     value_heads, value_width = v.shape[2:]
     key_dim, value_dim = padded(width, KEY_DIMS), padded(value_width, VALUE_DIMS)
@@ -187,7 +191,7 @@ def backward(
         load("warp.kda_prepare", own.prepare, arch)(
             *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, *numbers
         )
-    given = _Given(factors, scores, decay, beta_eff, bound, v, do, cu_seqlens, own, arch, load)
+    given = _Given(factors, scores, decay, beta_eff, bound, v, do, cu_seqlens, own, arch, load, may_end_early)
     shape = (sequences, value_heads, value_dim, key_dim)
     if kept is None:
         _states(given, shape, hs, initial_state, flags.state_v_first)
@@ -203,6 +207,9 @@ def backward(
     rows = (batch, tokens, value_heads if grouped else heads, key_dim)
     dq, dk = (q.new_empty(rows, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
     dg, dbeta = torch.empty_like(wide[2], memory_format=torch.contiguous_format), torch.empty_like(b)
+    if may_end_early:
+        for x in (dq, dk, dg, dbeta):
+            x.zero_()
     da_log = None if a_log is None else q.new_zeros(head, dtype=torch.float32)
     dbias = None if dt_bias is None else q.new_zeros((*head, key_dim), dtype=torch.float32)
     load("warp.kda_intra", own.intra, arch)(
@@ -237,6 +244,7 @@ class _Given:
     kernels: BackwardKernels
     arch: str
     load: Load
+    may_end_early: bool
 
     def reverse(
         self, config: ReverseConfig | None, do: Tensor | None, dht: Tensor | None, *outs: Tensor | None
@@ -291,6 +299,8 @@ def _reverse(
     f, inner = given.factors, (value_dim, key_dim) if v_first else (key_dim, value_dim)
     y, dhs = f.new_empty((f.shape[0], value_heads, 64, value_dim)), f.new_empty((f.shape[0], *shape[1:]))
     dv = f.new_empty((*given.v.shape[:2], value_heads, value_dim))
+    if given.may_end_early:
+        dv.zero_()
     if k.segments == 1:
         dht = None if grad_state is None else padded_state(grad_state, key_dim, value_dim, v_first)
         dh0 = f.new_empty((sequences, value_heads, *inner), dtype=torch.float32) if initial else None

@@ -341,8 +341,8 @@ def forward(
     return run(form, (q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens))
 
 
-def run(form: Form, given: Inputs) -> Outputs:
-    """`forward` of inputs of a known form."""
+def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
+    """`forward` of inputs of a known form. `may_end_early`: the last sequence may end before the tokens do; o is 0 behind it."""
     starts = given[0].data_ptr() | given[1].data_ptr() | given[2].data_ptr() | given[3].data_ptr()
     for x in given[5:]:
         if x is not None:
@@ -371,13 +371,15 @@ def run(form: Form, given: Inputs) -> Outputs:
     if form.scan is None:
         o, ht = scan_slots(
             *operands, v, h0, cu_seqlens, final=flags.final, state_v_first=flags.state_v_first, arch=form.arch,
-            sms=BLACKWELL[form.arch], load=form.load,
+            sms=BLACKWELL[form.arch], load=form.load, may_end_early=may_end_early,
         )  # fmt: skip
         return *_narrowed(form, o, ht, None), None
     ht = form.final() if flags.final else None
     if flags.states:
         hs = form.states()
     o = form.output()
+    if may_end_early:
+        o.zero_()
     plan, early = form.kernels.schedule, None
     if plan.segments > 1:
         assert bound is not None

@@ -202,12 +202,18 @@ def scan_slots(
     arch: str,
     sms: int,
     load: Load = cache.load,
+    may_end_early: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """o and the final state from what `warp.kda_prepare` hands over: factors, scores, decay by slot, and v `[B, T, HV, V]`."""
+    """o and the final state from what `warp.kda_prepare` hands over: factors, scores, decay by slot, and v `[B, T, HV, V]`.
+
+    `may_end_early` as in `kda_cute.run`.
+    """
     slots, heads, _, keys = factors.shape[:4]
     key_dim, value_dim = 64 * keys, v.shape[3]
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     o, ht = _outputs(v, tuple(v.shape[:3]), sequences, key_dim, value_dim, h0, final, state_v_first)
+    if may_end_early:
+        o.zero_()
     if o.numel() and sequences:
         bounds = "" if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype]
         cu_seqlens, v = _bounds(cu_seqlens), _aligned(v)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from cutlass import Float32
 
-from .gate import LOG2E
+from .gate import LOG2E, rate_of
 from .ptx import exp2, fma, minus_abs, reciprocal
 
 
@@ -30,7 +30,7 @@ class GateGradient:
 
     def __init__(self, kind, a_log, dt_bias, lower_bound):
         self.kind = kind
-        rate = Float32(1.0) if a_log is None else exp2(a_log * LOG2E)
+        rate = Float32(1.0) if a_log is None else rate_of(a_log)
         self.inner = Float32(LOG2E) if kind == "softplus" else rate * LOG2E
         self.outer = -rate if kind == "softplus" else lower_bound * rate
         self.shift = Float32(0.0) if dt_bias is None else dt_bias * self.inner

@@ -145,6 +145,16 @@ def fmin(a, b):
     return asm("min.f32 $0, $1, $2;", [Float32], [Float32(a), Float32(b)], volatile=False)
 
 
+def at_least(x, least):
+    """x, or `least` where x is less; NaN where x is."""
+    return asm("max.NaN.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(least)], volatile=False)
+
+
+def at_most(x, most):
+    """x, or `most` where x is more; NaN where x is."""
+    return asm("min.NaN.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(most)], volatile=False)
+
+
 def minus_abs(x):
     return asm("{\n.reg .f32 a;\nabs.f32 a, $1;\nneg.f32 $0, a;\n}", [Float32], [x], volatile=False)
 

@@ -368,6 +368,8 @@ def emulate(arch: str, **options: Any) -> Iterator[list[Launched]]:
     def before(args: Any, ptx: str | None) -> None:
         dsl.check_cpu(args)
         session.text = ptx
+        # Tensors of calls before may be freed by now, and others in their place.
+        session.memory = _Memory()
         session.memory.add(args, "argument")
 
     def after(failed: BaseException | None) -> None:

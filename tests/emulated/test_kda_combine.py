@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deltafuse.kernels.config import CombineConfig
+from ptxemu import emulate, launch
 
 
 def _compiled(config: CombineConfig):
@@ -47,3 +48,14 @@ def test_equals_the_recurrence_of_segments(emulated, key_dim: int, v_first: bool
         got = got if v_first else got.transpose(-1, -2)
         error = (got.double() - expected).norm() / expected.norm()
         assert error < 6e-6, name
+
+
+def test_an_emulated_block_forgets_tensors_of_calls_before() -> None:
+    """Else a kernel could write to memory that has been given to something else since, and no fault would say so."""
+    function = kernels.need("sm_90a", _compiled, CombineConfig(64))
+    with emulate("sm_90a"):
+        for _ in range(3):
+            ends, maps, starts = (torch.zeros(2, 1, 64, 64) for _ in range(3))
+            function(ends, maps, None, starts, None, None, 2)
+            assert launch._session is not None
+            assert len(launch._session.memory.ranges) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import numpy as np
@@ -581,3 +582,12 @@ def test_shared_cta_accesses_stay_in_the_cta() -> None:
     body = "    mov.u32 %r2, 1;\n    mapa.shared::cluster.u32 %r4, %r1, %r2;\n    st.shared::cta.u32 [%r4], %r2;"
     with pytest.raises(ptxemu.MemoryFault, match="shared::cta access to the shared memory of CTA 1"):
         run(body, [], threads=1, grid=2, cluster=2, shared=16)
+
+
+def test_a_store_far_behind_the_starts_of_nine_smaller_tensors() -> None:
+    """Views of one storage: a large tensor that begins before many small ones, and is written behind them."""
+    memory = (ctypes.c_int32 * 256)()
+    small = [torch.frombuffer(memory, dtype=torch.int32, count=2, offset=16 * i) for i in range(1, 10)]
+    big = torch.frombuffer(memory, dtype=torch.int32)
+    run("    ld.global.b32 %r2, [%d1];\n    st.global.b32 [%d0+1000], 7;", [big, small[4]], tensors=small, threads=1)
+    assert big[250] == 7

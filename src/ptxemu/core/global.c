@@ -20,7 +20,7 @@ static const Range *find(const Launch *l, uint64_t lo, uint64_t hi)
             a = mid + 1;
     }
     /* Ranges may overlap, as views of one storage do: an earlier one can reach further. */
-    for (int i = a - 1; i >= 0 && i >= a - 8; i--)
+    for (int i = a - 1; i >= 0; i--)
         if (inside(&l->range[i], lo, hi)) {
             last = i;
             return &l->range[i];

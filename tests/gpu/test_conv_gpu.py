@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from own_kernels import check, poisoned
 from torch import Tensor
 
 import deltafuse
 from deltafuse.cli.cases import Case, quick_cases
 from deltafuse.cli.specs import ConvSpec
-from deltafuse.cli.verify import run
 from deltafuse.support import ARCHITECTURES
 
 CUDA = torch.device("cuda")
@@ -69,12 +69,7 @@ def _cases() -> Iterator[Case]:
 @pytest.mark.parametrize("dtype", [BF, F16, F32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("case", _cases() if _supported() else [], ids=lambda case: f"{case.spec.op}: {case.name}")
 def test_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
-    outcome = run(case, dtype, CUDA, "cute")
-    assert outcome.refused is None, outcome.refused
-    assert outcome.broken is None, outcome.broken
-    failed = [f"{e.tensor}: {e.value:.2e} > {e.allowed:.1e}" for e in outcome.errors if not e.passed]
-    assert outcome.errors
-    assert not failed
+    check(case, dtype)
 
 
 def _results(spec: ConvSpec, given: dict[str, Tensor], backend: str) -> list[Tensor]:
@@ -121,25 +116,15 @@ def test_a_slice_of_a_wider_projection_is_not_copied(start: int) -> None:
 @pytest.mark.parametrize("name", ["all at once", "D 37", "sequences with states", "empty sequences among others"])
 def test_fifty_times_the_same_bits(name: str) -> None:
     """Forward and backward, into memory that is NaN before."""
-    given = _tensors((CASES | MANY)[name])
-    leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.is_floating_point()]
-    filled, deterministic = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
-        first: list[Tensor] | None = None
+    spec = (CASES | MANY)[name]
+    given = _tensors(spec)
+    first: list[Tensor] | None = None
+    with poisoned():
         for _ in range(50):
-            outputs = [y for y in deltafuse.causal_conv1d(**given, backend="cute") if y is not None]
-            found = [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
+            found = _results(spec, given, "cute")
             assert all(x.isfinite().all() for x in found)
             first = first or [x.detach().clone() for x in found]
             assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def test_beyond_32_bits() -> None:

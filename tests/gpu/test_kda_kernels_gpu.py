@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from own_kernels import check, poisoned
 
 import deltafuse
 from deltafuse.autograd import kda_cute
 from deltafuse.autograd.kda_cute import forward
 from deltafuse.cli.cases import Case, full_cases
 from deltafuse.cli.specs import DeltaSpec
-from deltafuse.cli.verify import relative_error, run
+from deltafuse.cli.verify import relative_error
 from deltafuse.kernels.schedule import Schedule
 from deltafuse.runtime.probe import environment
 from deltafuse.support import verdicts
@@ -55,27 +54,11 @@ def _cases() -> list[Case]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", _cases() if _supported() else [], ids=lambda case: case.name)
 def test_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
-    outcome = run(case, dtype, CUDA, "cute")
-    assert outcome.refused is None, outcome.refused
-    assert outcome.broken is None, outcome.broken
-    failed = [f"{e.tensor}: {e.value:.2e} > {e.allowed:.1e}" for e in outcome.errors if not e.passed]
-    assert outcome.errors
-    assert not failed
+    check(case, dtype)
 
 
 def arguments(**fields: Any) -> dict[str, Any]:
     return DeltaSpec("chunk_kda", **fields).arguments(torch.bfloat16, CUDA)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory that torch hands out holds NaN: the allocator would give a repeated call blocks with the right values in them."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def cute(given: dict[str, Any]) -> tuple[torch.Tensor, ...]:

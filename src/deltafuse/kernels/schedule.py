@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..tile.panel import STRIPS_BYTES
 from .config import CHUNK
 
 
@@ -36,7 +37,7 @@ class Costs:
 
 
 COSTS = Costs()
-STRIPS = 40
+STRIPS = STRIPS_BYTES // (2 * CHUNK)
 """Numbers of M' or Aqk a token, zeros above the blocks on the diagonal left out."""
 TILE = 64
 """Columns of V a CTA. The scan can do 128: two of 64, which share their operands, are about as fast where the GPU is full (within 2 %

@@ -3,8 +3,6 @@
 log       g / ln 2
 softplus  -exp(A_log) softplus(g + dt_bias) / ln 2
 bounded   lower_bound sigmoid(exp(A_log) (g + dt_bias)) / ln 2
-
-A decay of less than 2^-256 is taken for that: it is 0 as well wherever fp32 meets it, but sums of logarithms keep the digits of the others.
 """
 
 # mypy: ignore-errors
@@ -19,9 +17,9 @@ from .ptx import at_least, at_most, exp2, fma, fmax, fmin, minus_abs, reciprocal
 
 LOG2E = math.log2(math.e)
 LEAST = -256.0
-"""The least logarithm of a token's decay."""
-HIGHEST_RATE = 2.0**120
-"""Of exp(A_log), so that no decay at all stays none."""
+"""The least logarithm of a token's decay where they are summed."""
+LARGE = 2.0**120
+"""Short of infinity, which times 0 is not 0."""
 SERIES = (1.4426829, -0.72042614, 0.4691741, -0.30303621, 0.14603285, -0.034435887)
 """Of log2(1 + t) / t, t from 0 to 1: to 9e-6 of its value."""
 
@@ -44,11 +42,6 @@ def sigmoid(x):
     return sigmoid2(x * LOG2E)
 
 
-def rate_of(a_log):
-    """exp(A_log)."""
-    return at_most(exp2(a_log * LOG2E), HIGHEST_RATE)
-
-
 class Gate:
     """One head's gate at one column: `log2_decay(raw, on)`, which is 0 where `on` is 0.
 
@@ -60,13 +53,12 @@ class Gate:
         if kind == "log":
             self.outer = Float32(LOG2E)
             return
-        rate = Float32(1.0) if a_log is None else rate_of(a_log)
+        rate = Float32(1.0) if a_log is None else exp2(a_log * LOG2E)
         if kind == "softplus":
             self.inner, self.outer = Float32(LOG2E), -rate
-            self.most = fmin(-LEAST * reciprocal(rate), 2.0**120)
         else:
             # Not 0, so that minus infinity stays a way to say no decay.
-            self.inner, self.outer = fmax(rate * LOG2E, 2.0**-120), at_least(lower_bound * LOG2E, LEAST)
+            self.inner, self.outer = fmax(rate * LOG2E, 2.0**-120), lower_bound * LOG2E
         self.shift = Float32(0.0) if dt_bias is None else dt_bias * self.inner
 
     def factor(self, on):
@@ -76,6 +68,28 @@ class Gate:
     def value(self, raw):
         """log2_decay / factor."""
         if self.kind == "log":
-            return at_least(raw, LEAST / LOG2E)
+            return raw
         y = fma(raw, self.inner, self.shift)
-        return at_most(softplus2(y), self.most) if self.kind == "softplus" else sigmoid2(y)
+        return softplus2(y) if self.kind == "softplus" else sigmoid2(y)
+
+
+class SummedGate(Gate):
+    """A gate whose logarithms are summed over tokens.
+
+    A decay of less than 2^-256 is taken for that: it is 0 as well wherever fp32 meets it, but the sums keep the digits of the others.
+    """
+
+    def __init__(self, kind, a_log, dt_bias, lower_bound):
+        super().__init__(kind, a_log, dt_bias, lower_bound)
+        if kind == "softplus":
+            self.outer = at_least(self.outer, -LARGE)
+            self.most = fmin(LEAST * reciprocal(self.outer), LARGE)
+        elif kind == "bounded":
+            self.outer = at_least(self.outer, LEAST)
+
+    def value(self, raw):
+        """log2_decay / factor."""
+        if self.kind == "log":
+            return at_least(raw, LEAST / LOG2E)
+        value = super().value(raw)
+        return at_most(value, self.most) if self.kind == "softplus" else value

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from cutlass import Float32
 
-from .gate import LOG2E, rate_of
-from .ptx import exp2, fma, minus_abs, reciprocal
+from .gate import LARGE, LOG2E
+from .ptx import at_most, exp2, fma, minus_abs, reciprocal
 
 
 def sigmoid_slope2(y):
@@ -30,7 +30,7 @@ class GateGradient:
 
     def __init__(self, kind, a_log, dt_bias, lower_bound):
         self.kind = kind
-        rate = Float32(1.0) if a_log is None else rate_of(a_log)
+        rate = Float32(1.0) if a_log is None else at_most(exp2(a_log * LOG2E), LARGE)
         self.inner = Float32(LOG2E) if kind == "softplus" else rate * LOG2E
         self.outer = -rate if kind == "softplus" else lower_bound * rate
         self.shift = Float32(0.0) if dt_bias is None else dt_bias * self.inner

@@ -15,7 +15,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from ...tile import panel
 from ...tile.arguments import DTYPES
-from ...tile.gate import Gate
+from ...tile.gate import SummedGate
 from ...tile.gate_gradient import GateGradient
 from ...tile.lanes import sum_lanes
 from ...tile.ptx import (
@@ -119,7 +119,7 @@ class GateSide:
 
     def sum_gate(self, x, raw, mALog, mBias):
         """H, t_b and c_b of the warp's block to shared memory; H_i = H_(i-1) + log2 decay_i. Returns whether the block fits."""
-        gates = [Gate(*p) for p in self.gate_parameters(x, mALog, mBias)]
+        gates = [SummedGate(*p) for p in self.gate_parameters(x, mALog, mBias)]
         sums = [Float32(0.0)] * 2
         low = high = Float32(0.0)
         for i in range(16):

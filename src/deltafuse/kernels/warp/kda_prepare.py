@@ -68,7 +68,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ...tile import inverse, panel
 from ...tile.arguments import DTYPES, dense
 from ...tile.fetch import copy_async, wait_copies
-from ...tile.gate import Gate, sigmoid
+from ...tile.gate import SummedGate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
 from ...tile.ptx import (
     as_float,
@@ -266,7 +266,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         wait_copies()
         cute.arch.sync_warp()
         self.fill_gate(sRaw, rows - 16 * block, lane)
-        gates = [Gate(self.config.gate, a_log, x, lower_bound) for x in dt_bias]
+        gates = [SummedGate(self.config.gate, a_log, x, lower_bound) for x in dt_bias]
         sT = sAll + self.at_t + half * (self.width * 4)
         sLeast = sAll + self.at_least + (half * CHUNK + 16 * block) * 4
         fits = self.sum_gate(sRaw, gates, sT, sH, sLeast, block, lane)

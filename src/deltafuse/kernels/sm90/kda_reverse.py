@@ -63,6 +63,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, words
+from ...tile.pipeline import copy_pipeline
 from ...tile.wgmma import product
 from ..config import CHUNK, ReverseConfig
 from .kda_scan import PANEL, SHARED_MEMORY, KdaScan
@@ -256,22 +257,11 @@ class KdaReverse(KdaScan):
     def pipelines(self, s):
         """`early` and `late`, whose stages every consumer warp of the cluster releases, and `values`."""
 
-        def create(barriers, stages, size, cluster):
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers,
-                num_stages=stages,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.groups * cluster),
-                tx_count=size,
-                cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
-                mcast_mode_mn=(0, 1),
-                defer_sync=True,
-            )
-
+        warps = 4 * self.groups
         return (
-            create(s.early_barriers, self.stages, self.early_bytes, self.cluster),
-            create(s.late_barriers, self.stages, self.late_bytes, self.cluster),
-            create(s.value_barriers, self.v_stages, 2 * PANEL * self.groups, 1),
+            copy_pipeline(s.early_barriers, self.stages, self.early_bytes, warps, self.cluster),
+            copy_pipeline(s.late_barriers, self.stages, self.late_bytes, warps, self.cluster),
+            copy_pipeline(s.value_barriers, self.v_stages, 2 * PANEL * self.groups, warps),
         )
 
     # ------------------------------------------------------------------------------------------------------------- producers

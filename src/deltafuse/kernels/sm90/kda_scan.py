@@ -73,6 +73,7 @@ from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.early import early_start
 from ...tile.fragments import keep_columns, round_to, widen
+from ...tile.pipeline import copy_pipeline
 from ...tile.ptx import store_shared
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
@@ -332,28 +333,9 @@ class KdaScan:
     def pipelines(self, s):
         """`operands`, whose stages every consumer warp of the cluster releases, and `values`."""
 
-        def group(n):
-            return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-
-        operands = pipeline.PipelineTmaAsync.create(
-            barrier_storage=s.operand_barriers,
-            num_stages=self.stages,
-            producer_group=group(1),
-            consumer_group=group(4 * self.groups * self.cluster),
-            tx_count=self.copied_bytes,
-            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
-            mcast_mode_mn=(0, 1),
-            defer_sync=True,
-        )
-        values = pipeline.PipelineTmaAsync.create(
-            barrier_storage=s.value_barriers,
-            num_stages=self.v_stages,
-            producer_group=group(1),
-            consumer_group=group(4 * self.groups),
-            tx_count=2 * PANEL * self.groups,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=True,
-        )
+        warps = 4 * self.groups
+        operands = copy_pipeline(s.operand_barriers, self.stages, self.copied_bytes, warps, self.cluster)
+        values = copy_pipeline(s.value_barriers, self.v_stages, 2 * PANEL * self.groups, warps)
         return operands, values
 
     @cute.jit

@@ -32,9 +32,7 @@ def kernels() -> list[tuple[str, Any]]:
             (1, "slots", "", "last"), (2, "slots", "int64", "last"), (1, "tokens", "", "last"), (2, "tokens", "int64", "all"),
         )
     ]  # fmt: skip
-    return [("sm100.kda_scan", x) for x in scans] + [
-        ("warp.kda_apply", ApplyConfig(cu_seqlens=b)) for b in ("", "int64")
-    ]
+    return [("sm100.kda_scan", x) for x in scans] + [("warp.kda_apply", ApplyConfig(key_dim=k)) for k in (64, 128)]
 
 
 def report(ptx: str, arch: str, ptxas: str, nvdisasm: str | None) -> str:

@@ -52,7 +52,7 @@ class Inputs:
             "factors": torch.full((count, H, 3, K // 64, 64, 64), nan, dtype=self.dtype),
             "scores": torch.full((count, H, 2, 64, 64), nan, dtype=self.dtype),
             "decay": torch.full((count, H, K), nan),
-            "wu": torch.full((count, H, (K + V) // 64, 64, 64), nan, dtype=self.dtype),
+            "w": torch.full((count, H, K // 64, 64, 64), nan, dtype=self.dtype),
             "g_last": torch.full((count, H, K), nan),
         }
         self.v = v.to(self.dtype)
@@ -76,7 +76,7 @@ class Inputs:
 
             s["factors"][slot, h] = image(torch.stack([full(part[y]) for y in ("kd", "scaled", "kg")]))
             s["scores"][slot, h] = image(torch.stack([full(part[y], CHUNK) for y in ("m", "aqk")]))[:, 0]
-            s["wu"][slot, h] = image(torch.cat([full(part["w"]), full(part["u"])], 1))
+            s["w"][slot, h] = image(full(-part["w"]))
         self.tokens, self.slots = t, s
 
     def chunks(self, i: int) -> int:
@@ -90,11 +90,11 @@ class Inputs:
         first = self.starts[i] if self.packed else 0
         return 0 if self.packed else i, slice(first + CHUNK * c, first + min(CHUNK * (c + 1), self.lengths[i]))
 
-    def expected(self, initial: bool, *, rounded: bool = False, scaled: bool = False) -> tuple[Tensor, Tensor]:
+    def expected(self, initial: bool, *, rounded: bool = False, images: bool = False) -> tuple[Tensor, Tensor]:
         """o [B, T, HV, V] and the final states [N, HV, K, V] in float64 of the rounded operands.
 
-        `rounded`: with v' and the state rounded before a product and o at the end, sums in float32. `scaled`: with the scale in qg, as
-        the images have it.
+        `rounded`: with v' and the state rounded before a product and o at the end, sums in float32. `images`: of the slots, which have
+        the scale in qg, and M' and v for u.
         """
         work = torch.float32 if rounded else torch.float64
         o = torch.zeros(self.batch, self.T, self.heads, self.value_dim, dtype=torch.float64)
@@ -110,8 +110,9 @@ class Inputs:
                 m, slot = rows.stop - rows.start, self.slot(i, c)
                 qg, kg, w, u, aqk = (self.tokens[n][b, rows, h].to(work) for n in ("qg", "kg", "w", "u", "aqk"))
                 qs = self.scale * (qg @ cast(S))
-                if scaled:
+                if images:
                     qs = matrix(self.slots["factors"][slot, h, 1])[:m].to(work) @ cast(S)
+                    u = matrix(self.slots["scores"][slot, h, :1])[:m, :m].to(work) @ self.v[b, rows, h].to(work)
                 new = cast(u - w @ cast(S))
                 o[b, rows, h] = cast(qs + aqk[:, :m] @ new).double()
                 S = torch.exp2(self.slots["g_last"][slot, h].to(work))[:, None] * S + kg.T @ new

@@ -1,4 +1,4 @@
-"""The inverse applied to keys and values, and the whole chain for datacentre Blackwell: prepare, apply, scan."""
+"""The inverse applied to keys, and the whole chain for datacentre Blackwell: prepare, apply, scan."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ def compiled(kernel: str, config: Any) -> Any:
     return kernels.need("sm_100a", lambda: importlib.import_module(f"deltafuse.kernels.{kernel}").compile(config))
 
 
-def apply(x: Inputs, *, bounds: torch.dtype = torch.int64, **options: Any) -> torch.Tensor:
-    dtype = str(x.dtype).removeprefix("torch.")
-    function = compiled(
-        "warp.kda_apply", ApplyConfig(dtype, x.key_dim, str(bounds).removeprefix("torch.") if x.packed else "")
-    )
-    out = torch.full_like(x.slots["wu"], float("nan"))
-    cu = None if x.cu is None else x.cu.to(bounds)
+def apply(x: Inputs, **options: Any) -> torch.Tensor:
+    function = compiled("warp.kda_apply", ApplyConfig(str(x.dtype).removeprefix("torch."), x.key_dim))
+    out = torch.full_like(x.slots["w"], float("nan"))
     with ptxemu.emulate("sm_100a", **options) as launches:
-        function(x.slots["factors"], x.slots["scores"], x.v, cu, out)
+        function(x.slots["factors"], x.slots["scores"], out)
     assert launches[0].grid == (out.shape[0] * out.shape[1] * out.shape[2], 1, 1)
     return out
 
@@ -50,27 +46,23 @@ def places(x: Inputs) -> list[tuple[int, int, slice]]:
 
 
 def check(x: Inputs, out: torch.Tensor) -> None:
-    used = []
-    for slot, b, tokens in places(x):
-        used.append(slot)
+    for slot, _, tokens in places(x):
         rows = tokens.stop - tokens.start
         for h in range(x.heads):
             m = matrix(x.slots["scores"][slot, h, :1]).double()[:rows, :rows]
             kd = matrix(x.slots["factors"][slot, h, 0]).double()[:rows]
-            want = torch.cat([-m @ kd, m @ x.v[b, tokens, h].double()], 1)
+            want = m @ kd
             got = matrix(out[slot, h])
             # One rounding of the sum: at most half a unit in the last place beyond what fp32 sums lose.
             unit = 2.0 ** (-8 if x.dtype == BF16 else -11)
             assert ((got[:rows].double() - want).abs() <= want.abs() * unit * 1.01 + 1e-7).all()
             assert (got[rows:] == 0).all()
-    free = [s for s in range(out.shape[0]) if s not in used]
-    assert out[free].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("k", "v"), [(64, 64), (64, 256), (128, 128)])
-def test_equals_the_products(dtype: torch.dtype, k: int, v: int) -> None:
-    x = Inputs([64], key_dim=k, value_dim=v, dtype=dtype)
+@pytest.mark.parametrize("k", [64, 128])
+def test_equals_the_products(dtype: torch.dtype, k: int) -> None:
+    x = Inputs([64], key_dim=k, value_dim=64, dtype=dtype)
     check(x, apply(x, seed=1, shuffle=True))
 
 
@@ -81,53 +73,35 @@ def test_tails_and_heads(tokens: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[130, 70], [15, 85, 1, 64, 0, 90], [0, 0, 64, 63]])
-@pytest.mark.parametrize("bounds", [torch.int32, torch.int64])
-def test_packed(lengths: list[int], bounds: torch.dtype) -> None:
+def test_slots_that_are_nobodys_do_not_matter(lengths: list[int]) -> None:
+    """Their images, here all NaN, give NaN and nothing else."""
     x = Inputs(lengths, packed=True, value_dim=64)
-    check(x, apply(x, bounds=bounds))
-
-
-def test_the_next_sequence_does_not_matter() -> None:
-    x = Inputs([70, 58], packed=True, value_dim=64)
-    clean = apply(x)
-    x.v[:, 70:] = float("nan")
-    again = apply(x)
-    mine = [slot for slot, _, tokens in places(x) if tokens.start < 70]
-    assert torch.equal(clean[mine], again[mine])
-
-
-def test_strided_v() -> None:
-    x = Inputs([70], heads=2)
-    clean = apply(x)
-    wide = torch.full((1, 70, 2, 3, 128), float("nan"), dtype=BF16)
-    wide[..., 1, :] = x.v
-    x.v = wide[..., 1, :]
-    assert torch.equal(clean, apply(x))
+    out = apply(x)
+    check(x, out)
+    used = {slot for slot, *_ in places(x)}
+    assert out[[s for s in range(out.shape[0]) if s not in used]].isnan().all()
 
 
 MUTATIONS = [
     Mutation("barrier counts 2", nth(r"(mbarrier\.init[^,]*,) [^;]*;", r"\1 2;"), (Deadlock,)),
     Mutation("no proxy fence", nth(r"fence\.proxy\.async[^;]*;"), (ProxyFault,)),
     Mutation("no wait for the copies", nth(r"mbarrier\.try_wait\.parity[^;]*;", "setp.eq.u32 P1, 0, 0;"), (RaceFault, MemoryFault)),
-    Mutation("no barrier after v is stored", nth(r"bar\.sync\s+0;", "", 1), (RaceFault, MemoryFault)),
+    Mutation("no barrier after the initialisation", nth(r"bar\.sync\s+0;"), (RaceFault, MemoryFault, BarrierFault)),
     Mutation("M' not copied", nth(r"cp\.async\.bulk\.shared[^;]*;"), (Deadlock,)),
-    Mutation("more bytes than expected", nth(r"selp\.b32 (\s*%r\d+), 16384, 8192", r"selp.b32 \1, 8192, 8192"), (BarrierFault, RaceFault)),
+    Mutation("kd not copied", nth(r"cp\.async\.bulk\.shared[^;]*;", "", 1), (Deadlock,)),
+    Mutation("more bytes than expected", nth(r"\b16384\b", "8192"), (BarrierFault, RaceFault)),
     Mutation("M' transposed", nth(r"(ldmatrix\.sync\.aligned\.m8n8\.x4)(\.shared)", r"\1.trans\2")),
-    Mutation("x not transposed", nth(r"(ldmatrix\.sync\.aligned\.m8n8\.x4)\.trans", r"\1")),
-    Mutation(
-        "w not negated",
-        nth(r"selp\.[bf]32 (\s*%[rf]\d+), (0fBF800000|-1082130432), [^,]*, ", r"selp.b32 \1, 1065353216, 1065353216, "),
-    ),
+    Mutation("kd not transposed", nth(r"(ldmatrix\.sync\.aligned\.m8n8\.x4)\.trans", r"\1")),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def case() -> kernels.Case:
     x = Inputs([64])
-    out = torch.empty_like(x.slots["wu"])
-    args = (x.slots["factors"], x.slots["scores"], x.v, None, out)
+    out = torch.empty_like(x.slots["w"])
+    args = (x.slots["factors"], x.slots["scores"], out)
     return kernels.Case(
-        "KDA apply", compiled("warp.kda_apply", ApplyConfig()), args, {"wu": out}, {"wu": x.slots["wu"].double()}
+        "KDA apply", compiled("warp.kda_apply", ApplyConfig()), args, {"w": out}, {"w": x.slots["w"].double()}
     )
 
 
@@ -219,8 +193,7 @@ def exact(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_errors_are_those_of_the_hopper_scan(dtype: torch.dtype) -> None:
-    """Both against float64 of the same workspaces. Hopper rounds v + kd S, this chain w and u: of one input the errors differ by some
-    per cent either way, of six together by chance alone."""
+    """Both against float64 of the same workspaces: at most Hopper's, which rounds v + kd S where this chain rounds w alone."""
 
     def hopper() -> Any:
         from deltafuse.kernels.sm90 import kda_scan
@@ -244,4 +217,4 @@ def test_errors_are_those_of_the_hopper_scan(dtype: torch.dtype) -> None:
             squares[i] += torch.tensor([error(y, want) ** 2 for y, want in zip(found, wanted, strict=True)])
     ratios = (squares[0] / squares[1]).sqrt().tolist()
     print(f"{dtype}: o {ratios[0]:.3f}, final state {ratios[1]:.3f} of the Hopper scan's error")
-    assert max(ratios) <= 1.02
+    assert max(ratios) <= 1.0

@@ -28,12 +28,12 @@ SCHEDULES = [dict(seed=s, shuffle=True) for s in range(1, 4)] + [
 
 
 @cache
-def compiled(name: str, config: Any) -> Any:
+def compiled(name: str, config: Any, **tuning: Any) -> Any:
     def get() -> Any:
         from deltafuse.kernels.sm100 import kda_scan
         from deltafuse.kernels.warp import kda_apply
 
-        return {"sm100.kda_scan": kda_scan, "warp.kda_apply": kda_apply}[name].compile(config)
+        return {"sm100.kda_scan": kda_scan, "warp.kda_apply": kda_apply}[name].compile(config, **tuning)
 
     return kernels.need("sm_100a", get)
 
@@ -44,11 +44,15 @@ def load(name: str, config: Any, arch: str) -> Any:
 
 
 class Run:
-    """The scan of `x` on the emulated machine, in one of the forms; `tile` and `cluster` as for an empty GPU unless given."""
+    """The scan of `x` on the emulated machine, in one of the forms; `tile` and `cluster` as for an empty GPU unless given.
+
+    `stages`, of operands and of values, replace those that fit.
+    """
 
     def __init__(
         self, x: Inputs, form: str, *, initial: bool = True, final: bool = True, v_first: bool = False, every: bool = False,
-        zeroed: bool = False, tile: int = 0, cluster: int = 1, bounds: torch.dtype = torch.int64, **options: Any,
+        zeroed: bool = False, tile: int = 0, cluster: int = 1, bounds: torch.dtype = torch.int64, stages: tuple[int, int] | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         tile = tile or (128 if x.value_dim % 128 == 0 else 64)
         dtype = str(x.dtype).removeprefix("torch.")
@@ -63,8 +67,9 @@ class Run:
         if form == "tokens":
             operands = (t["qg"], t["kg"], t["w"], t["u"], t["aqk"], t["g"] if every else s["g_last"])
         else:
-            operands = (s["factors"], None, s["wu"], None, s["scores"], s["decay"])
-        function = compiled("sm100.kda_scan", config)
+            operands = (s["factors"], None, s["w"], x.v, s["scores"], s["decay"])
+        tuning = {} if stages is None else dict(zip(("stages", "value_stages"), stages, strict=True))
+        function = compiled("sm100.kda_scan", config, **tuning)
         cu = None if x.cu is None else x.cu.to(bounds)
         with ptxemu.emulate("sm_100a", **options) as self.launches:
             function(*operands, h0, cu, self.o, ht, x.scale)
@@ -83,7 +88,7 @@ def check(x: Inputs, form: str, **options: Any) -> Run:
     run = Run(x, form, **options)
     initial = options.get("initial", True)
     exact = x.expected(initial)
-    model = x.expected(initial, rounded=True, scaled=form == "slots")
+    model = x.expected(initial, rounded=True, images=form == "slots")
     for name, got, want, near in zip(("o", "ht"), (run.o, run.ht), exact, model, strict=True):
         if got is None:
             continue
@@ -102,18 +107,33 @@ def test_plan_of_tensor_memory_and_shared_memory(key_dim: int, tile: int, form: 
     print(
         f"\nK {key_dim}, tile {tile}, {form}:\n{p}\n{p.shared_bytes} bytes of shared memory, {p.stages} stages of operands"
     )
-    # What each part takes: two stages of S^T and v'^T in 16 bits, D, two accumulators of o^T.
-    ends = [p.state + 2 * key_dim // 2, p.new_values + 32, p.update + key_dim, p.readout + 128]
-    assert [0, *ends] == [p.state, p.new_values, p.update, p.readout, p.columns]
+    # What each part takes: two stages of S^T and v'^T in 16 bits, P (of tokens in D), D, two accumulators of o^T.
+    ends = [
+        p.state + 2 * key_dim // 2,
+        p.new_values + 32,
+        p.p + 64 * (form == "slots"),
+        p.update + key_dim,
+        p.readout + 128,
+    ]
+    assert [0, *ends] == [p.state, p.new_values, p.p, p.update, p.readout, p.columns]
     assert p.columns <= p.allocated <= TENSOR_COLUMNS
     assert p.allocated & (p.allocated - 1) == 0
     assert p.shared_bytes <= 227 * 1024
-    assert p.stages >= 2
+    assert p.stages == 3
+    assert p.value_stages == (1 if (key_dim, tile, form) == (128, 128, "slots") else 2)
+    # Panels of operands, of u or v and of o; decay's rows; barriers and alignment.
+    panels = p.stages * p.operand_panels + (p.value_stages + 1) * tile // 64
+    assert p.shared_bytes == 8192 * panels + 4 * key_dim * p.decay_stages + 1024
+    assert 8 * p.barriers + 8 <= 1024 - 128
 
 
 def test_plan_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         plan(BlackwellScanConfig(), stages=4)
+    with pytest.raises(ValueError, match="do not fit"):
+        plan(BlackwellScanConfig(), value_stages=2, stages=3)
+    with pytest.raises(ValueError, match="do not fit"):
+        plan(BlackwellScanConfig(operands="tokens"), value_stages=1)
     with pytest.raises(ValueError, match="do not fit"):
         plan(BlackwellScanConfig(key_dim=256))
 
@@ -203,9 +223,18 @@ def test_clusters_give_the_bits_of_single_ctas(form: str, packed: bool, tile: in
     assert same(alone, pair)
 
 
-def test_tiles_give_the_same_bits() -> None:
+@FORMS
+def test_tiles_give_the_same_bits(form: str) -> None:
     x = Inputs([200])
-    assert same(Run(x, "tokens", tile=64), Run(x, "tokens", tile=128))
+    assert same(Run(x, form, tile=64), Run(x, form, tile=128))
+
+
+@pytest.mark.parametrize("stages", [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_stages_give_the_same_bits(stages: tuple[int, int]) -> None:
+    x = Inputs([450, 70], packed=True, key_dim=64, value_dim=128)
+    first = Run(x, "slots", tile=64, cluster=2)
+    for options in SCHEDULES:
+        assert same(first, Run(x, "slots", tile=64, cluster=2, stages=stages, **options)), options
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -243,13 +272,16 @@ def test_garbage_above_the_diagonal_of_aqk(packed: bool, poison: float) -> None:
         assert Run(x, "tokens", zeroed=True).o.isnan().any()
 
 
-@pytest.mark.parametrize("zeroed", [False, True])
-def test_the_next_sequence_does_not_matter(zeroed: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("tokens", dict(every=True)), ("tokens", dict(every=True, zeroed=True)), ("slots", {}), ("slots", dict(tile=64))],
+)
+def test_the_next_sequence_does_not_matter(form: str, options: dict[str, Any]) -> None:
     x = Inputs([70, 58, 64], packed=True)
-    clean = Run(x, "tokens", every=True, zeroed=zeroed)
-    for t in x.tokens.values():
+    clean = Run(x, form, **options)
+    for t in (x.v, *x.tokens.values()):
         t[:, 70:128] = float("nan")
-    run = Run(x, "tokens", every=True, zeroed=zeroed)
+    run = Run(x, form, **options)
     for part in (slice(0, 70), slice(128, 192)):
         assert torch.equal(clean.o[:, part], run.o[:, part])
     assert torch.equal(clean.ht[[0, 2]], run.ht[[0, 2]])
@@ -265,12 +297,13 @@ def test_rows_beyond_the_last_sequence_are_left_alone(form: str) -> None:
     assert not run.o[:, :90].isnan().any()
 
 
-def test_later_tokens_do_not_change_earlier_rows() -> None:
+@FORMS
+def test_later_tokens_do_not_change_earlier_rows(form: str) -> None:
     x = Inputs([128], value_dim=64)
-    before = Run(x, "tokens")
-    for name in ("w", "u", "qg", "kg", "aqk"):
-        x.tokens[name][:, 100:] = torch.randn(1, 28, 1, x.tokens[name].shape[-1]).to(BF16)
-    after = Run(x, "tokens")
+    before = Run(x, form)
+    for t in (x.v, *(x.tokens[name] for name in ("w", "u", "qg", "kg", "aqk"))):
+        t[:, 100:] = torch.randn(1, 28, 1, t.shape[-1]).to(BF16)
+    after = Run(x, form)
     assert torch.equal(before.o[:, :100], after.o[:, :100])
     assert not torch.equal(before.o[:, 100:], after.o[:, 100:])
 
@@ -448,7 +481,7 @@ def test_apply_and_scan(packed: bool) -> None:
             load=load,
         )
     assert len(launches) == 2
-    want = x.expected(True, scaled=True)
+    want = x.expected(True, images=True)
     assert error(o, want[0]) < 5e-3
     assert error(ht, want[1]) < 5e-3
 
@@ -457,3 +490,12 @@ def test_configs_name_what_the_loader_needs() -> None:
     """Configs are values: equal ones find the same compiled code."""
     assert BlackwellScanConfig() == BlackwellScanConfig()
     assert len({ApplyConfig(), ApplyConfig("float16"), ApplyConfig()}) == 2
+
+
+def test_strided_v() -> None:
+    x = Inputs([130, 130], heads=2)
+    clean = Run(x, "slots")
+    wide = torch.full((2, 130, 2, 3, 128), float("nan"), dtype=BF16)
+    wide[..., 1, :] = x.v
+    x.v = wide[..., 1, :]
+    assert same(clean, Run(x, "slots"))

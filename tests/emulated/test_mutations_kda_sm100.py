@@ -44,13 +44,13 @@ def scan(form: str, cluster: int = 1) -> Case:
 
         packed = form == "tokens"
         x = Inputs([FIRST, 140] if packed else [FIRST], packed=packed, value_dim=128 * cluster, seed=5)
-        want = x.expected(True, scaled=not packed)
+        want = x.expected(True, images=form == "slots")
         config = BlackwellScanConfig(
             operands=form, cluster=cluster, initial=True, final=True, cu_seqlens="int64" if packed else ""
         )
         o, ht = torch.empty(x.batch, x.T, 1, x.value_dim, dtype=x.dtype), torch.empty_like(x.h0)
         t, s = x.tokens, x.slots
-        operands: tuple[Any, ...] = (s["factors"], None, s["wu"], None, s["scores"], s["decay"])
+        operands: tuple[Any, ...] = (s["factors"], None, s["w"], x.v, s["scores"], s["decay"])
         if packed:
             operands = (t["qg"], t["kg"], t["w"], t["u"], t["aqk"], s["g_last"])
             t["aqk"][0, :FIRST, 0][torch.arange(64)[None] > (torch.arange(FIRST) % 64)[:, None]] = float("nan")

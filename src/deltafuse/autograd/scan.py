@@ -186,7 +186,7 @@ def slot_kernels(
         final=final,
         cu_seqlens=cu_seqlens,
     )
-    return ApplyConfig(dtype, key_dim, cu_seqlens), config
+    return ApplyConfig(dtype, key_dim), config
 
 
 def scan_slots(
@@ -217,13 +217,13 @@ def scan_slots(
     if o.numel() and sequences:
         bounds = "" if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype]
         cu_seqlens, v = _bounds(cu_seqlens), _aligned(v)
-        wu = v.new_empty((slots, heads, keys + value_dim // 64, 64, 64))
+        w = v.new_empty((slots, heads, keys, 64, 64))
         apply, config = slot_kernels(
             _NAMES[v.dtype], key_dim, value_dim, sequences * heads, bounds, state_v_first, h0 is not None, final, sms
         )
-        load("warp.kda_apply", apply, arch)(factors, scores, v, cu_seqlens, wu)
+        load("warp.kda_apply", apply, arch)(factors, scores, w)
         load("sm100.kda_scan", config, arch)(
-            factors, None, wu, None, scores, decay, None if h0 is None else _aligned(h0), cu_seqlens, o, ht, 1.0
+            factors, None, w, v, scores, decay, None if h0 is None else _aligned(h0), cu_seqlens, o, ht, 1.0
         )
     return o, ht
 

@@ -145,22 +145,21 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class ApplyConfig:
-    """`warp.kda_apply`: the inverse M' applied to -k 2^G and to v, a chunk at a time."""
+    """`warp.kda_apply`: the inverse M' applied to -k 2^G, a chunk at a time."""
 
     dtype: str = "bfloat16"
     key_dim: int = 128
-    cu_seqlens: str = ""
 
 
 @dataclass(frozen=True)
 class BlackwellScanConfig:
     """`sm100.kda_scan`: the serial pass over chunks in tensor memory.
 
-    `tile` columns of V a CTA (64 or 128), in clusters of `cluster` CTAs of one head that share w, qg, kg and Aqk. `operands`: "slots"
-    (images of the workspace, the scale in qg, Aqk zero above its diagonal, decay factors) or "tokens" (tensors [B, T, HV, .] as
-    flash-linear-attention has them). For tokens, `gates` says what gives the decay: "last" (a row of log2 gates a chunk) or "all" (a row a
-    token), and `zeroed` that Aqk is zero above its diagonal, where it may hold anything otherwise. `initial`, `final`: whether the initial
-    state is given, the final one wanted. `cu_seqlens` as in `PrepareConfig`.
+    `tile` columns of V a CTA (64 or 128), in clusters of `cluster` CTAs of one head that share all operands but v or u. `operands`:
+    "slots" (images of the workspace with the scale in qg, Aqk zero above its diagonal, decay factors; M' and v for u) or "tokens"
+    (tensors [B, T, HV, .] as flash-linear-attention has them). For tokens, `gates` says what gives the decay: "last" (a row of log2 gates
+    a chunk) or "all" (a row a token), and `zeroed` that Aqk is zero above its diagonal, where it may hold anything otherwise. `initial`,
+    `final`: whether the initial state is given, the final one wanted. `cu_seqlens` as in `PrepareConfig`.
     """
 
     dtype: str = "bfloat16"

@@ -2,33 +2,37 @@
 
 For every chunk of 64 tokens, with the state S [K, V] in fp32 and the operands in the io dtype
 
-    v' = u - w S
-    o  = s qg S + Aqk v'       (s = 1 where qg carries the scale)
-    S <- diag(2^(G_C)) S + kg^T v'
+    of slots, the workspace of `warp.kda_prepare`    of tokens, as flash-linear-attention has them
+    v' = M' v + w S           (w = M' kd)            v' = u - w S
+    o  = qg S + Aqk v'        (scale in qg)          o  = s qg S + Aqk v'
+    S <- diag(2^(G_C)) S + kg^T v'                   the same
 
-Everything is computed transposed, so that both left operands, S^T and v'^T, are rounded accumulators: they go from registers back to tensor
-memory, not through shared memory, and the right operands are used as they come.
+Everything is computed transposed, so that the left operands S^T and v'^T are rounded accumulators: they go from registers back to tensor
+memory, not through shared memory, and the right operands are used as they come. v^T is a left operand as it comes, too.
 
-    P   = S^T w^T              v'^T = u^T - P
+    P   = v^T M'^T + S^T w^T    v'^T = P             P = S^T w^T    v'^T = u^T - P
     o^T = S^T qg^T + v'^T Aqk^T
-    D   = v'^T kg              S^T <- S^T diag(2^(G_C)) + D
+    D   = v'^T kg               S^T <- S^T diag(2^(G_C)) + D
 
-Every product is made of blocks `tile` x 64 x 64, one panel of shared memory each (see `tile.panel`): P and o^T sum over the K / 64
-blocks of S^T, D has one for each of them.
+So M' v is never rounded of slots; nothing but v' is. Every product is made of blocks `tile` x 64 x 64, one panel of shared memory each (see
+`tile.panel`), v^T of tile / 64: S^T w^T and S^T qg^T sum over the K / 64 blocks of S^T, D has one for each of them.
 
 Work: a CTA takes one sequence n, one value head and `tile` columns of V: index (n * HV + hv) * (V / tile) + tile.
 
 Warps:
-    0        fetches: w, qg, kg, Aqk of a chunk (`operands`), u and decay (`values`); two pipelines, since u is free long before Aqk
+    0        fetches: w, qg, kg, Aqk, M' of a chunk (`operands`), v (`values`), decay with u (`decay`); pipelines of their own, since
+             they are done with at different times (`kda_fetch`)
     1        issues the products; allocates tensor memory and frees it
-    2, 3     where operands are not clean, set Aqk above its diagonal and kg's rows beyond the sequence to zero in shared memory
+    2, 3     where operands are not clean, set to zero in shared memory: of tokens Aqk above its diagonal and kg's rows beyond the sequence,
+             of slots v's rows beyond it (`kda_fetch`)
     4 to 7   recurrence: v'^T from P, S^T in registers, its rounded form as the next chunk's operand; each 32 rows (tile 64: 16)
     8 to 11  epilogue: o^T to o through shared memory; never waited for by the recurrence as long as it keeps within a chunk of it
 
 Barriers, one phase a chunk unless staged:
     operands_full, operands_empty [stages]   bytes; the products of the chunk (commit), of both CTAs of a cluster
-    operands_clean [stages]                  warps 2 and 3
-    values_full, values_empty [value stages] bytes; recurrence warps
+    values_full, values_empty [value stages] of slots: bytes; commit of v^T M'^T
+    decay_full, decay_empty [decay stages]   bytes; recurrence warps
+    clean [stages, value stages of slots]    warps 2 and 3: what is full is clean as well
     state [K / 64]                           recurrence warps: a block of S^T is in tensor memory (and D's block was read)
     p                                        commit of P
     new_values                               recurrence warps: v'^T is in tensor memory (and P was read)
@@ -37,21 +41,25 @@ Barriers, one phase a chunk unless staged:
 
 Timeline of a chunk; every line waits for the one before it, except that blocks overlap:
 
-    products     P | o^T = S^T qg^T | D_0 | D_1 | o^T += v'^T Aqk^T
-    recurrence   u to registers | (P) v'^T | (D_0) S^T, k < 64 | (D_1) S^T, k >= 64
-    next chunk   P starts with S^T's first block while the second is still being updated
+    products     P += S^T w^T | o^T = S^T qg^T | D_0 | D_1 | o^T += v'^T Aqk^T | the next chunk's P = v^T M'^T
+    recurrence   of tokens, u to registers | (P) v'^T | (D_0) S^T, k < 64 | (D_1) S^T, k >= 64
+    next chunk   S^T w^T starts with S^T's first block while the second is still being updated
 
 A commit covers all products issued before it. So D's first block being complete means that P and S^T qg^T are, and S^T and v'^T have no
-barrier that says that they may be overwritten; P shares D's first columns (see `plan`).
+barrier that says that they may be overwritten. Of slots the next chunk's P is begun when `new_values` has said that P was read, while D
+still is being read, and has columns of its own; of tokens it is begun when `state` has said that D was read, and shares D's first
+columns (see `plan`).
 
 Rows beyond a sequence's end: tensor copies fill with zeros beyond T. Packed sequences have the next one's rows there, which may hold
-anything: v'^T's columns are selected to zero, kg's rows are cleared (0 * NaN is NaN), Aqk's columns lie above its diagonal; rows of w,
-qg, Aqk, u reach only their own column. Images of the workspace have zeros there. o's rows beyond the end are not stored.
+anything, and 0 * NaN is NaN. Of tokens, v'^T's columns are selected to zero, kg's rows are cleared, Aqk's columns lie above its
+diagonal; rows of w, qg, Aqk, u reach only their own column. Of slots, images have zeros there, and v's rows are cleared: v'^T's columns
+are then zero because rows of M' and w are. o's rows beyond the end are not stored.
 
-Clusters: the CTAs of two neighbouring tiles of V fetch half of w, qg, kg and Aqk each, for both; a stage is free when both have used it.
+Clusters: the CTAs of two neighbouring tiles of V fetch half of the operands each, for both; a stage is free when both have used it.
 
-Memory at K = 128, tile 128: 56 KB of operands a stage (three), 16.5 KB of u and decay a stage (two), 16 KB of o; 416 columns of tensor
-memory (see `plan`). One CTA an SM.
+Memory at K = 128, tile 128, of slots: 64 KB of operands a stage (three), 16 KB of v (one stage: it is free again when a chunk's products
+begin), 0.5 KB of decay a stage (three), 16 KB of o; 480 columns of tensor memory. Of tokens 56 KB of operands, 16.5 KB of u and decay a
+stage (two), 416 columns (see `plan`). One CTA an SM.
 
 Constraints: K 64 or 128; V a multiple of `tile` * `cluster`; last dimensions contiguous, other strides multiples of 16 bytes.
 """
@@ -65,22 +73,21 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from ...tile.arguments import DTYPES
-from ...tile.bulk import bulk_load
 from ...tile.matrices import load_transposed, store_transposed
 from ...tile.panel import BYTES as PANEL_BYTES
-from ...tile.panel import ROW, vector_offset
-from ...tile.ptx import exp2, fma, load_shared, pack, store_global, store_shared, unpack
+from ...tile.panel import vector_offset
+from ...tile.ptx import exp2, fma, load_shared, pack, store_global, unpack
 from ...tile.tensor import fence_after, fence_before, lanes, load_fp32, store_pairs, wait_loads, wait_stores
 from ..config import CHUNK, BlackwellScanConfig
+from .kda_fetch import PANEL, Fetch
 from .plan import STATE_STAGES, plan
 
-PANEL = 64 * 64
 THREADS = 384
 GROUP = 128
 SHIFT = CHUNK.bit_length() - 1
@@ -89,10 +96,12 @@ REGISTERS = {"fetch": 96, "recurrence": 240}
 O_BARRIER = 1
 
 
-class KdaScan:
+class KdaScan(Fetch):
     """The kernel for one `BlackwellScanConfig`. `stages` and `value_stages` override the depth of its pipelines."""
 
-    def __init__(self, config: BlackwellScanConfig, *, stages: int | None = None, value_stages: int = 2) -> None:
+    def __init__(
+        self, config: BlackwellScanConfig, *, stages: int | None = None, value_stages: int | None = None
+    ) -> None:
         self.config = config
         self.plan = plan(config, stages, value_stages)
         self.dtype = DTYPES[config.dtype]
@@ -100,14 +109,17 @@ class KdaScan:
         self.blocks = self.K // 64
         self.groups = config.tile // 64
         self.stages, self.value_stages = self.plan.stages, self.plan.value_stages
+        self.decay_stages, self.clean_stages = self.plan.decay_stages, self.plan.clean_stages
         self.o_stages = self.plan.readout_stages
         self.slots = config.operands == "slots"
         self.packed = bool(config.cu_seqlens)
+        # What warps 2 and 3 have to do: above Aqk's diagonal, and anything at all.
         self.mask = not self.slots and not config.zeroed
-        self.clear = not self.slots and self.packed
-        # Panels of a stage.
-        self.w, self.qg, self.kg, self.aqk = 0, self.blocks, 2 * self.blocks, 3 * self.blocks
+        self.cleaned = self.mask or self.packed
+        # Panels of a stage; M' is there of slots alone.
+        self.w, self.qg, self.kg, self.inverse = 0, self.blocks, 2 * self.blocks, 3 * self.blocks
         self.operand_panels = self.plan.operand_panels
+        self.aqk = self.operand_panels - 1
         self.cluster = config.cluster
 
     # ---------------------------------------------------------------------------------------------------------------- host
@@ -117,7 +129,7 @@ class KdaScan:
         qg: cute.Tensor,
         kg: cute.Tensor | None,
         w: cute.Tensor,
-        u: cute.Tensor | None,
+        u: cute.Tensor,
         aqk: cute.Tensor,
         g: cute.Tensor,
         h0: cute.Tensor | None,
@@ -127,21 +139,22 @@ class KdaScan:
         scale: Float32,
         stream,
     ):
-        """Launch: one CTA for a sequence, value head and tile of V. Of images: factors for qg, w and u together, scores, decay for g."""
+        """Launch: one CTA for a sequence, value head and tile of V. Of slots: factors for qg, v for u, scores for aqk, decay for g."""
         batch, _, heads, value_dim = o.shape
         sequences = batch
         if const_expr(cu_seqlens is not None):
             sequences = cu_seqlens.shape[0] - 1
         tiles = value_dim // self.config.tile
         store, to = self.tensor_copy(cpasync.CopyBulkTensorTileS2GOp(), o)
-        loads = [(None, None)] * 5
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_x, tx = self.tensor_copy(load, u)
+        loads = [(None, None)] * 4
         if const_expr(not self.slots):
-            load = cpasync.CopyBulkTensorTileG2SOp()
             shared = load if const_expr(self.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
-            loads = [self.tensor_copy(shared, x, self.cluster) for x in (w, qg, kg, aqk)] + [self.tensor_copy(load, u)]
-        (load_w, tw), (load_q, tq), (load_k, tk), (load_a, ta), (load_u, tu) = loads
+            loads = [self.tensor_copy(shared, x, self.cluster) for x in (w, qg, kg, aqk)]
+        (load_w, tw), (load_q, tq), (load_k, tk), (load_a, ta) = loads
         self.kernel(
-            load_w, tw, load_q, tq, load_k, tk, load_a, ta, load_u, tu, store, to,
+            load_w, tw, load_q, tq, load_k, tk, load_a, ta, load_x, tx, store, to,
             qg if const_expr(self.slots) else None, w if const_expr(self.slots) else None, aqk if const_expr(self.slots) else None,
             g, h0, cu_seqlens, o, ht, scale, Int32(tiles),
         ).launch(
@@ -160,14 +173,20 @@ class KdaScan:
         return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride))
 
     def products(self):
-        """Blocks of `tile` x 64 x 64 with A in tensor memory; B with rows as N (w, qg, Aqk), or with columns as N (kg)."""
+        """Blocks of `tile` x 64 x 64 with A in tensor memory, B with rows as N (w, qg, Aqk) or with columns (kg); with A in shared memory,
+        its columns as M (v), B with rows as N (M')."""
+        by_rows, by_columns = OperandMajorMode.K, OperandMajorMode.MN
+        tensor, shared = tcgen05.OperandSource.TMEM, tcgen05.OperandSource.SMEM
         return tuple(
             sm100.make_trivial_tiled_mma(
-                self.dtype, self.dtype, OperandMajorMode.K, major, Float32, tcgen05.CtaGroup.ONE, (self.config.tile, 64),
-                tcgen05.OperandSource.TMEM,
+                self.dtype, self.dtype, a, b, Float32, tcgen05.CtaGroup.ONE, (self.config.tile, 64), source
             )
-            for major in (OperandMajorMode.K, OperandMajorMode.MN)
-        )  # fmt: skip
+            for a, b, source in (
+                (by_rows, by_rows, tensor),
+                (by_rows, by_columns, tensor),
+                (by_columns, by_rows, shared),
+            )
+        )
 
     # -------------------------------------------------------------------------------------------------------------- device
     @cute.kernel
@@ -181,12 +200,12 @@ class KdaScan:
         tK: cute.Tensor | None,
         load_a: cute.CopyAtom | None,
         tA: cute.Tensor | None,
-        load_u: cute.CopyAtom | None,
-        tU: cute.Tensor | None,
+        load_x: cute.CopyAtom,
+        tX: cute.Tensor,
         store: cute.CopyAtom,
         tO: cute.Tensor,
         mF: cute.Tensor | None,
-        mWU: cute.Tensor | None,
+        mW: cute.Tensor | None,
         mM: cute.Tensor | None,
         mG: cute.Tensor,
         mH: cute.Tensor | None,
@@ -221,14 +240,14 @@ class KdaScan:
             if warp_idx == 0:
                 at = self.unit(mCu, mO, tiles)
                 if const_expr(self.slots):
-                    self.fetch_slots(s, b, mF, mWU, mM, mG, at)
+                    self.fetch_slots(s, b, mF, mW, mM, mG, load_x, tX, at)
                 else:
-                    loads = ((load_w, tW), (load_q, tQ), (load_k, tK), (load_a, tA), (load_u, tU))
+                    loads = ((load_w, tW), (load_q, tQ), (load_k, tK), (load_a, tA), (load_x, tX))
                     self.fetch_tokens(s, b, loads, mG, at)
             elif warp_idx == 1:
                 self.issue(s, b, self.unit(mCu, mO, tiles))
             else:
-                if const_expr(self.mask or self.clear):
+                if const_expr(self.cleaned):
                     self.clean(s, b, self.unit(mCu, mO, tiles))
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(REGISTERS["recurrence"])
@@ -242,7 +261,7 @@ class KdaScan:
             cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, s.tensor_at), self.plan.allocated)
 
     def shared(self):
-        """Shared memory: panels of operands, of u and of o, decay factors, barriers, the address of tensor memory."""
+        """Shared memory: panels of operands, of v or u and of o, decay factors, barriers, the address of tensor memory."""
         smem, s = SmemAllocator(), SimpleNamespace()
 
         def panels(n):
@@ -253,10 +272,8 @@ class KdaScan:
         s.operands_at, s.operands = panels(self.stages * self.operand_panels)
         s.values_at, s.values = panels(self.value_stages * self.groups)
         s.o_at, s.o = panels(self.groups)
-        s.decay_at = smem.allocate_array(Float32, self.value_stages * self.K, byte_alignment=128)
-        s.barriers_at = smem.allocate_array(
-            Int64, 5 * self.stages + 2 * self.blocks + 2 + 2 * self.o_stages, byte_alignment=8
-        )
+        s.decay_at = smem.allocate_array(Float32, self.decay_stages * self.K, byte_alignment=128)
+        s.barriers_at = smem.allocate_array(Int64, self.plan.barriers, byte_alignment=8)
         s.tensor_at = smem.allocate_array(Int32, 1, byte_alignment=8)
         return s
 
@@ -270,11 +287,13 @@ class KdaScan:
             return s.barriers_at + (len(counts) - n)
 
         b.operands_full, b.operands_empty = several(self.stages, 1), several(self.stages, self.cluster)
-        b.operands_clean = several(self.stages, 2)
-        b.values_full, b.values_empty = several(self.value_stages, 1), several(self.value_stages, 4)
+        b.clean = several(self.clean_stages, 2)
+        b.decay_full, b.decay_empty = several(self.decay_stages, 1), several(self.decay_stages, 4)
         b.state, b.update = several(self.blocks, 4), several(self.blocks, 1)
         b.p, b.new_values = several(1, 1), several(1, 4)
         b.o_full, b.o_empty = several(self.o_stages, 1), several(self.o_stages, 4)
+        if const_expr(self.slots):
+            b.values_full, b.values_empty = several(self.value_stages, 1), several(self.value_stages, 1)
         if tid == 0:
             for i in cutlass.range_constexpr(len(counts)):
                 cute.arch.mbarrier_init(s.barriers_at + i, counts[i])
@@ -306,10 +325,6 @@ class KdaScan:
             tile=tile, hv=hv, n=n, batch=batch, start=start, length=length, chunks=chunks, slot=slot, warp=warp
         )  # fmt: skip
 
-    def rank(self):
-        """This CTA's place in its cluster."""
-        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-
     def rows(self, at, c):
         """Tokens of chunk c."""
         return cutlass.min(CHUNK, at.length - c * CHUNK)
@@ -321,136 +336,6 @@ class KdaScan:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
-
-    # ------------------------------------------------------------------------------------------------------------- fetching
-    @cute.jit
-    def announce(self, full, empty, stage, phase, size: cutlass.Constexpr[int]):
-        """Waits until a stage is free and says how many bytes will come; the phase is that of the stage's use."""
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
-
-    @cute.jit
-    def drain(self, b, at):
-        """Waits for the last uses of the stages: products must not arrive at barriers of a CTA that is gone."""
-        for i in cutlass.range(cutlass.min(at.chunks, self.stages), unroll=1):
-            c = at.chunks - 1 - i
-            cute.arch.mbarrier_wait(b.operands_empty + c % self.stages, c // self.stages & 1)
-
-    @cute.jit
-    def fetch_slots(self, s, b, mF, mWU, mM, mD, at):
-        """Images of the workspace by bulk copies."""
-        blocks, K = const_expr(self.blocks), const_expr(self.K)
-        cluster, rank = const_expr(self.cluster), self.rank()
-        for c in cutlass.range(at.chunks, unroll=1):
-            stage, phase = c % self.stages, c // self.stages & 1
-            slot = at.slot + c
-            self.announce(b.operands_full, b.operands_empty, stage, phase, self.operand_panels * PANEL_BYTES)
-            dst = s.operands_at + stage * (self.operand_panels * PANEL)
-            with cute.arch.elect_one():
-                bar = b.operands_full + stage
-                wu = mWU[slot, at.hv, 0, None, None].iterator
-                factors = mF[slot, at.hv, 1, 0, None, None].iterator
-                scores = mM[slot, at.hv, 1, None, None].iterator
-                bulk_load(wu.align(16), (dst + self.w * PANEL).align(16), blocks * PANEL, bar, cluster, rank)
-                bulk_load(factors.align(16), (dst + self.qg * PANEL).align(16), 2 * blocks * PANEL, bar, cluster, rank)
-                bulk_load(scores.align(16), (dst + self.aqk * PANEL).align(16), PANEL, bar, cluster, rank)
-            stage, phase = c % self.value_stages, c // self.value_stages & 1
-            self.announce(b.values_full, b.values_empty, stage, phase, self.groups * PANEL_BYTES + 4 * K)
-            with cute.arch.elect_one():
-                bar = b.values_full + stage
-                u = mWU[slot, at.hv, blocks + at.tile * self.groups, None, None].iterator
-                values = s.values_at + stage * (self.groups * PANEL)
-                decay = s.decay_at + stage * K
-                bulk_load(u.align(16), values.align(16), self.groups * PANEL, bar, 1, rank)
-                bulk_load(mD[slot, at.hv, None].iterator.align(16), decay.align(16), K, bar, 1, rank)
-        self.drain(b, at)
-
-    @cute.jit
-    def fetch_tokens(self, s, b, loads, mG, at):
-        """Tensors by tensor copies, whose rows may start at any token; of the gates the row of a chunk's last token."""
-        K = const_expr(self.K)
-
-        rank = self.rank()
-        mask = None if const_expr(self.cluster == 1) else Int16((1 << self.cluster) - 1)
-
-        def tiles(load, t, shared, rank, ctas):
-            g = cute.local_tile(
-                cute.domain_offset((at.start, 0), t[None, None, at.hv, at.batch]), (CHUNK, 64), (None, None)
-            )
-            return cpasync.tma_partition(
-                load, rank, cute.make_layout(ctas), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)
-            )
-
-        parts = [tiles(load, t, s.operands, rank, self.cluster) for load, t in loads[:4]]
-        uS, uG = tiles(*loads[4], s.values, 0, 1)
-        for c in cutlass.range(at.chunks, unroll=1):
-            stage, phase = c % self.stages, c // self.stages & 1
-            self.announce(b.operands_full, b.operands_empty, stage, phase, self.operand_panels * PANEL_BYTES)
-            bar = b.operands_full + stage
-            for i in cutlass.range_constexpr(4):
-                xS, xG = parts[i]
-                for p in cutlass.range_constexpr(self.blocks if const_expr(i < 3) else 1):
-                    panel = stage * self.operand_panels + i * self.blocks + p
-                    cute.copy(loads[i][0], xG[None, c, p], xS[None, panel], tma_bar_ptr=bar, mcast_mask=mask)
-            stage, phase = c % self.value_stages, c // self.value_stages & 1
-            self.announce(b.values_full, b.values_empty, stage, phase, self.groups * PANEL_BYTES + 4 * K)
-            bar = b.values_full + stage
-            for p in cutlass.range_constexpr(self.groups):
-                cute.copy(
-                    loads[4][0],
-                    uG[None, c, at.tile * self.groups + p],
-                    uS[None, stage * self.groups + p],
-                    tma_bar_ptr=bar,
-                )
-            if const_expr(self.config.gates == "all"):
-                row = mG[at.batch, at.start + c * CHUNK + self.rows(at, c) - 1, at.hv, None].iterator
-            else:
-                row = mG[at.slot + c, at.hv, None].iterator
-            with cute.arch.elect_one():
-                bulk_load(row.align(16), (s.decay_at + stage * K).align(16), K, bar, 1, Int32(0))
-        self.drain(b, at)
-
-    # ------------------------------------------------------------------------------------------------------------- cleaning
-    @cute.jit
-    def clean(self, s, b, at):
-        """Row by row: zeros in Aqk right of the diagonal and in kg beyond the sequence, whatever is there."""
-        zeros = [Uint32(0)] * 4
-        row = at.warp * 32 + cute.arch.lane_idx() - 64
-        for c in cutlass.range(at.chunks, unroll=1):
-            stage = c % self.stages
-            cute.arch.mbarrier_wait(b.operands_full + stage, c // self.stages & 1)
-            base = s.operands_at.toint() + stage * (self.operand_panels * PANEL_BYTES)
-            if const_expr(self.mask):
-                aqk = base + self.aqk * PANEL_BYTES
-                for v in cutlass.range_constexpr(8):
-                    if 8 * v > row:
-                        store_shared(aqk + vector_offset(row, v), 0, zeros)
-                # The vector that holds the diagonal: words below it stay, of the one with it the upper half goes where the row is even.
-                vector = aqk + vector_offset(row, row // 8)
-                words = load_shared(vector, 0, 4, Uint32)
-                inside = row % 8
-                for i in cutlass.range_constexpr(4):
-                    keep = Uint32(0)
-                    if inside == 2 * i:
-                        keep = Uint32(0xFFFF)
-                    if inside > 2 * i:
-                        keep = Uint32(0xFFFFFFFF)
-                    words[i] = words[i] & keep
-                store_shared(vector, 0, words)
-            if const_expr(self.clear):
-                self.clear_row(base + self.kg * PANEL_BYTES, row, row >= self.rows(at, c))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(b.operands_clean + stage)
-
-    @cute.jit
-    def clear_row(self, panels, row, beyond):
-        if beyond:
-            for p in cutlass.range_constexpr(self.blocks):
-                for v in cutlass.range_constexpr(8):
-                    store_shared(panels + p * PANEL_BYTES + row * ROW, 16 * v, [Uint32(0)] * 4)
 
     # ------------------------------------------------------------------------------------------------------------- products
     @cute.jit
@@ -471,7 +356,7 @@ class KdaScan:
     @cute.jit
     def issue(self, s, b, at):
         """The products of all chunks, in an order in which the serial ones never queue behind those of o."""
-        by_rows, by_columns = self.products()
+        by_rows, by_columns, by_values = self.products()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, s.tensor_at)
         tile, blocks = const_expr(self.config.tile), const_expr(self.blocks)
         n = const_expr(self.stages * self.operand_panels)
@@ -485,24 +370,36 @@ class KdaScan:
         d_layout = by_rows.make_fragment_C(by_rows.partition_shape_C((tile, 64))).layout
         half_base = cute.recast_ptr(base, dtype=self.dtype)
 
+        v_layout = sm100.make_smem_layout_a(by_values, (tile, 64, 64), self.dtype, self.value_stages)
+        values = by_values.make_fragment_A(cute.make_tensor(s.values.iterator, v_layout.outer))
+        tP = cute.make_tensor(base + self.plan.p, d_layout)
         tV = cute.make_tensor(half_base + 2 * self.plan.new_values, a_layout)
         for c in cutlass.range(at.chunks, unroll=1):
             stage, phase = c % self.stages, c // self.stages & 1
             even = c & 1
             panel = stage * self.operand_panels
             state = self.plan.state + c % STATE_STAGES * (self.K // 2)
-            # P = S^T w^T, block by block as S^T gets ready
             cute.arch.mbarrier_wait(b.operands_full + stage, phase)
+            if const_expr(self.slots):
+                # P = v^T M'^T: the P before has been read, or its v'^T would not have come
+                at_v, v_phase = c % self.value_stages, c // self.value_stages & 1
+                cute.arch.mbarrier_wait(b.values_full + at_v, v_phase)
+                if const_expr(self.cleaned):
+                    cute.arch.mbarrier_wait(b.clean + at_v, v_phase)
+                fence_after()
+                self.product(by_values, tP, values[None, None, None, at_v], rows, panel + self.inverse, False)
+                self.commit(b.values_empty + at_v)
+            # P (+)= S^T w^T, block by block as S^T gets ready
             for k in cutlass.range_constexpr(blocks):
                 cute.arch.mbarrier_wait(b.state + k, even)
                 fence_after()
                 self.product(
                     by_rows,
-                    cute.make_tensor(base + (self.plan.update), d_layout),
+                    tP,
                     cute.make_tensor(half_base + 2 * (state + 32 * k), a_layout),
                     rows,
                     panel + self.w + k,
-                    k > 0,
+                    self.slots or k > 0,
                 )
             self.commit(b.p)
             # o^T = S^T qg^T
@@ -520,8 +417,8 @@ class KdaScan:
                     k > 0,
                 )
             # D = v'^T kg
-            if const_expr(self.mask or self.clear):
-                cute.arch.mbarrier_wait(b.operands_clean + stage, phase)
+            if const_expr(self.cleaned and not self.slots):
+                cute.arch.mbarrier_wait(b.clean + stage, phase)
             cute.arch.mbarrier_wait(b.new_values, even)
             fence_after()
             for k in cutlass.range_constexpr(blocks):
@@ -568,29 +465,25 @@ class KdaScan:
                 self.share_state(rS, b, at, tensor_base, Int32(0), k)
 
         for c in cutlass.range(at.chunks, unroll=1):
-            stage, phase = c % self.value_stages, c // self.value_stages & 1
+            stage, phase = c % self.decay_stages, c // self.decay_stages & 1
             even = c & 1
-            cute.arch.mbarrier_wait(b.values_full + stage, phase)
-            values = s.values_at.toint() + stage * (groups * PANEL_BYTES)
-            u = [
-                [
-                    w
-                    for i in range(0, 8, 2)
-                    for w in load_transposed(values + self.matrix_offset(at, self.value_row(at, h), i))
-                ]
-                for h in range(groups)
-            ]
-            # v'^T = u^T - P
+            cute.arch.mbarrier_wait(b.decay_full + stage, phase)
+            if const_expr(not self.slots):
+                u = self.load_u(s, at, stage)
+            # v'^T = P, or u^T - P
             cute.arch.mbarrier_wait(b.p, even)
             fence_after()
-            p = [load_fp32(self.half(at, tensor_base + self.plan.update, h), 64) for h in range(groups)]
+            p = [load_fp32(self.half(at, tensor_base + self.plan.p, h), 64) for h in range(groups)]
             wait_loads()
             for h in cutlass.range_constexpr(groups):
                 words = []
                 for i in cutlass.range_constexpr(16):
-                    low, high = unpack(self.dtype, u[h][i])
-                    words.append(pack(self.dtype, low - p[h][2 * i], high - p[h][2 * i + 1]))
-                if const_expr(self.clear):
+                    low, high = p[h][2 * i : 2 * i + 2]
+                    if const_expr(not self.slots):
+                        u_low, u_high = unpack(self.dtype, u[h][i])
+                        low, high = u_low - low, u_high - high
+                    words.append(pack(self.dtype, low, high))
+                if const_expr(self.packed and not self.slots):
                     words = self.keep_tokens(words, self.rows(at, c), cute.arch.lane_idx())
                 store_pairs(self.half(at, tensor_base + self.plan.new_values, h), words)
             wait_stores()
@@ -610,10 +503,22 @@ class KdaScan:
                         rS[i, k, h] = fma(rS[i, k, h], decay[i // 4 * 2 + i % 2], d[h][i])
                 if c + 1 < at.chunks:
                     self.share_state(rS, b, at, tensor_base, (c + 1) % STATE_STAGES, k)
-            self.arrive(b.values_empty + stage)
+            self.arrive(b.decay_empty + stage)
 
         if const_expr(mHt is not None):
             self.state_elements(rS, mHt, at, True)
+
+    def load_u(self, s, at, stage):
+        """This warp's rows of u^T, in pairs, in the order of accumulators."""
+        values = s.values_at.toint() + stage * (self.groups * PANEL_BYTES)
+        return [
+            [
+                w
+                for i in range(0, 8, 2)
+                for w in load_transposed(values + self.matrix_offset(at, self.value_row(at, h), i))
+            ]
+            for h in range(self.groups)
+        ]
 
     @cute.jit
     def share_state(self, rS, b, at, tensor_base, stage, k: cutlass.Constexpr[int]):
@@ -719,11 +624,11 @@ class KdaScan:
 
 
 def compile(config: BlackwellScanConfig, **tuning):
-    """The launch function for `config`: `(qg, kg, w, u, aqk, g, h0, cu_seqlens, o, ht, scale)`.
+    """The launch function for `config`: `(qg, kg, w, u | v, aqk, g, h0, cu_seqlens, o, ht, scale)`.
 
     "tokens": qg, kg, w [B, T, HV, K], u, o [B, T, HV, V], aqk [B, T, HV, 64], g [B, T, HV, K] or [slots, HV, K] float32. "slots": qg is
-    factors [slots, HV, 3, K/64, 64, 64], w the images of w and u [slots, HV, K/64 + V/64, 64, 64], aqk scores [slots, HV, 2, 64, 64], g
-    decay [slots, HV, K]; kg and u are None, scale is not used. None also: h0 without `initial`, cu_seqlens of sequences that are not
+    factors [slots, HV, 3, K/64, 64, 64], w the images of w = M' kd [slots, HV, K/64, 64, 64], v [B, T, HV, V], aqk scores [slots, HV, 2,
+    64, 64], g decay [slots, HV, K]; kg is None, scale is not used. None also: h0 without `initial`, cu_seqlens of sequences that are not
     packed, ht without `final`. `tuning` is `KdaScan`'s.
     """
     kernel = KdaScan(config, **tuning)
@@ -750,9 +655,9 @@ def compile(config: BlackwellScanConfig, **tuning):
 
     state = (sequences, heads, value_dim, K) if config.state_v_first else (sequences, heads, K, value_dim)
     if kernel.slots:
-        panels = cute.sym_int()
         operands = (
-            images(slots, heads, 3, K // 64, 64, 64), None, images(slots, heads, panels, 64, 64), None, images(slots, heads, 2, 64, 64)
+            images(slots, heads, 3, K // 64, 64, 64), None, images(slots, heads, K // 64, 64, 64), by_token(value_dim),
+            images(slots, heads, 2, 64, 64),
         )  # fmt: skip
     else:
         operands = (by_token(K), by_token(K), by_token(K), by_token(value_dim), by_token(CHUNK))

@@ -19,59 +19,81 @@ READOUT_COLUMNS = 128
 class Plan:
     """Where things lie. Columns are 32 bits wide: a 64-column block of a 16-bit operand takes 32 of them.
 
-    P, the accumulators of w S, takes the first columns of those of the state's update: it is read before they are written, and they are
-    read before the next chunk's P is written.
+    Of tokens, P takes the first columns of the accumulators of the state's update: it is read before they are written, and they are read
+    before the next chunk's P is written. Of slots, the next chunk's P is begun while the update is still being read, in columns of its own.
     """
 
     state: int  # S^T rounded, the operand of P and of o: STATE_STAGES of key_dim / 2 columns
     new_values: int  # v'^T rounded, the operand of the state's update and of o: CHUNK / 2
-    update: int  # accumulators of the state's update: key_dim; P in the first CHUNK
+    p: int  # accumulators of P: CHUNK
+    update: int  # accumulators of the state's update: key_dim
     readout: int  # accumulators of o: READOUT_COLUMNS
     columns: int  # used
     allocated: int  # a power of two
     readout_stages: int
-    operand_panels: int  # w, qg, kg, Aqk of a chunk
-    value_panels: int  # u of a chunk
+    operand_panels: int  # w, qg, kg, Aqk of a chunk; of slots M' too
+    value_panels: int  # u or v of a chunk
     stages: int  # of operands
-    value_stages: int  # of u and decay
+    value_stages: int  # of u or v
+    decay_stages: int
+    clean_stages: int  # of what may have to be cleaned: operands of tokens, v of slots
     barriers: int
     shared_bytes: int
 
     def __str__(self) -> str:
+        own = self.p < self.update
         rows = [
             ("S^T, io type, 2 stages", self.state, self.new_values),
-            ("v'^T, io type", self.new_values, self.update),
-            ("update of S^T, fp32 (first 64: P)", self.update, self.readout),
+            ("v'^T, io type", self.new_values, self.p),
+            *([("P, fp32", self.p, self.update)] if own else []),
+            (f"update of S^T, fp32{'' if own else ' (first 64: P)'}", self.update, self.readout),
             (f"o^T, fp32, {self.readout_stages} stage{'s' * (self.readout_stages > 1)}", self.readout, self.columns),
         ]
         lines = [f"{name:36} columns {first:3} to {last - 1:3}" for name, first, last in rows]
         return "\n".join([*lines, f"{self.columns} of {TENSOR_COLUMNS} columns used, {self.allocated} allocated"])
 
 
-def plan(config: BlackwellScanConfig, stages: int | None = None, value_stages: int = 2) -> Plan:
-    """The plan for a config; as many stages of operands as fit, at most three, unless `stages` says otherwise."""
+def plan(config: BlackwellScanConfig, stages: int | None = None, value_stages: int | None = None) -> Plan:
+    """The plan for a config; as many stages of operands as fit, at most three, then of values, at most two, unless told otherwise.
+
+    One stage of v is enough: it is free again when a chunk's products begin and wanted when they end. u is in use for longer.
+    """
+    slots = config.operands == "slots"
     state = 0
     new_values = state + STATE_STAGES * config.key_dim // 2
-    update = new_values + CHUNK // 2
+    p = new_values + CHUNK // 2
+    update = p + (CHUNK if slots else 0)
     readout = update + config.key_dim
     columns = readout + READOUT_COLUMNS
     allocated = 1 << (columns - 1).bit_length()
-    readout_stages = 2 if config.operands == "slots" else 1
+    readout_stages = 2 if slots else 1
     blocks, groups = config.key_dim // 64, config.tile // 64
-    operand_panels = 3 * blocks + 1
-    # Values and their decay factors, o on its way out, barriers and what alignment takes.
-    other = (value_stages + 1) * groups * PANEL_BYTES + value_stages * 4 * config.key_dim + 1024
+    operand_panels = 3 * blocks + (2 if slots else 1)
+    operands, values, decay = operand_panels * PANEL_BYTES, groups * PANEL_BYTES, 4 * config.key_dim
+    # Slots' decay factors come with neither: operands are free before they are. Of tokens they come with u.
+    if slots:
+        operands += decay
+    else:
+        values += decay
+    least = 1 if slots else 2
+    # o on its way out, barriers and what alignment takes.
+    free = SHARED_BYTES - groups * PANEL_BYTES - 1024
     if stages is None:
-        stages = min(3, (SHARED_BYTES - other) // (operand_panels * PANEL_BYTES))
-    shared = stages * operand_panels * PANEL_BYTES + other
-    if columns > TENSOR_COLUMNS or shared > SHARED_BYTES or min(stages, value_stages) < 2:
+        stages = min(3, (free - (value_stages or least) * values) // operands)
+    if value_stages is None:
+        value_stages = max(least, min(2, (free - stages * operands) // values))
+    shared = SHARED_BYTES - free + stages * operands + value_stages * values
+    if columns > TENSOR_COLUMNS or shared > SHARED_BYTES or stages < 2 or value_stages < least:
         raise ValueError(
             f"{config}: {columns} columns, {stages} and {value_stages} stages, {shared} bytes of shared memory do not fit"
         )
-    barriers = 3 * stages + 2 * value_stages + 2 * blocks + 2 + 2 * readout_stages
+    decay_stages, clean_stages = (stages, value_stages) if slots else (value_stages, stages)
+    barriers = (
+        2 * (stages + decay_stages + blocks + 1 + readout_stages) + clean_stages + (2 * value_stages if slots else 0)
+    )
     return Plan(
-        state, new_values, update, readout, columns, allocated, readout_stages, operand_panels, groups, stages, value_stages, barriers,
-        shared,
+        state, new_values, p, update, readout, columns, allocated, readout_stages, operand_panels, groups, stages, value_stages,
+        decay_stages, clean_stages, barriers, shared,
     )  # fmt: skip
 
 
@@ -82,7 +104,7 @@ CHUNK_CYCLES = {64: 1_376.0, 128: 1_696.0}
 def choose(units: int, value_dim: int, sms: int) -> tuple[int, int]:
     """(tile, cluster) for `units` sequences times value heads: the tile whose CTAs are done first.
 
-    CTAs of one head share all operands but u; wherever there are two, they fetch a half each.
+    CTAs of one head share all operands but v or u; wherever there are two, they fetch a half each.
     """
     tiles = [t for t in (128, 64) if value_dim % t == 0]
     tile = min(tiles, key=lambda t: -(-units * (value_dim // t) // sms) * CHUNK_CYCLES[t])

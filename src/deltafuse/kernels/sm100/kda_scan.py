@@ -382,10 +382,9 @@ class KdaScan(Fetch):
             cute.arch.mbarrier_wait(b.operands_full + stage, phase)
             if const_expr(self.slots):
                 # P = v^T M'^T: the P before has been read, or its v'^T would not have come
-                at_v, v_phase = c % self.value_stages, c // self.value_stages & 1
-                cute.arch.mbarrier_wait(b.values_full + at_v, v_phase)
-                if const_expr(self.cleaned):
-                    cute.arch.mbarrier_wait(b.clean + at_v, v_phase)
+                at_v = c % self.value_stages
+                ready = b.clean if const_expr(self.cleaned) else b.values_full
+                cute.arch.mbarrier_wait(ready + at_v, c // self.value_stages & 1)
                 fence_after()
                 self.product(by_values, tP, values[None, None, None, at_v], rows, panel + self.inverse, False)
                 self.commit(b.values_empty + at_v)

@@ -78,7 +78,7 @@ class Scan:
 
 
 def tensor_cycles(machine: Machine, key_dim: int, tile: int, *, inverse: bool = False) -> float:
-    """Of a chunk: S w, S qg, v' kg over K, v' Aqk (and R M' where the inverse is applied in the scan) over the chunk's tokens."""
+    """Of a chunk: S w, S qg, v' kg over K, v' Aqk (and R M' or v M' where the scan applies the inverse) over the chunk's tokens."""
     macs = tile * CHUNK * (3 * key_dim + CHUNK * (2 if inverse else 1))
     # Blackwell's instruction of 64 rows takes as long as that of 128.
     rate = machine.macs / 2 if machine.macs == 4096 and tile == 64 else machine.macs
@@ -92,7 +92,10 @@ def operand_bytes(key_dim: int, *, inverse: bool = False, strips: bool = False) 
 
 
 def blackwell_steps(machine: Machine, key_dim: int, tile: int, t: Latencies = Latencies()) -> list[tuple[str, float]]:
-    """The serial chain of a chunk, step by step. Blocks of 64 key dimensions overlap: only the last block's product heads the chain."""
+    """The serial chain of a chunk, step by step. Blocks of 64 key dimensions overlap: only the last block's product heads the chain.
+
+    v^T M'^T is no step: it runs after v'^T Aqk^T, while S^T is updated, and is done before the update of S^T's last block is.
+    """
     blocks, rows = key_dim // 64, tile // 64
     product = tile * CHUNK * 64 / (machine.macs / 2 if tile == 64 else machine.macs)
     block = (
@@ -105,10 +108,7 @@ def blackwell_steps(machine: Machine, key_dim: int, tile: int, t: Latencies = La
         ("its product of P", product + t.product),
         ("P handed over", t.hand_over),
         ("P into registers", t.load + 32 * rows / t.columns),
-        (
-            "v' = u - P",
-            rows * (16 * 2 + 32 + 16),
-        ),  # two halves of a word, a difference an element, a conversion for two
+        ("v' = P, rounded", rows * 16),  # a conversion for two
         ("v' into tensor memory", t.store + 16 * rows / t.columns),
         ("v' handed over", t.hand_over),
         ("D's first block", product + t.product),
@@ -119,9 +119,10 @@ def blackwell_steps(machine: Machine, key_dim: int, tile: int, t: Latencies = La
 
 def blackwell(machine: Machine, key_dim: int, tile: int, share: int, t: Latencies = Latencies()) -> Scan:
     chain = sum(cycles for _, cycles in blackwell_steps(machine, key_dim, tile, t))
-    tensor = tensor_cycles(machine, key_dim, tile)
+    tensor = tensor_cycles(machine, key_dim, tile, inverse=True)
     name = f"tile {tile}{', pairs' if share > 1 else ''}"
-    return Scan(name, tile, share, max(chain, tensor), tensor, operand_bytes(key_dim), 2 * 2 * CHUNK * tile)
+    operands = operand_bytes(key_dim, inverse=True)
+    return Scan(name, tile, share, max(chain, tensor), tensor, operands, 2 * 2 * CHUNK * tile)
 
 
 EXPOSED = 480.0
@@ -175,16 +176,16 @@ def predict(machine: Machine, scan: Scan, shape: Shape) -> Prediction:
 
 
 def on_chip_bytes(key_dim: int, tile: int) -> dict[str, int]:
-    """A chunk's traffic on the SM: shared memory by copies, by products (a panel for each block) and by warps; tensor memory by products
-    (operands, sums written) and by warps."""
+    """A chunk's traffic on the SM: shared memory by copies, by products (a panel for each block, and v) and by warps; tensor memory by
+    products (operands, sums written) and by warps."""
     panel, blocks = 2 * 64 * 64, key_dim // 64
-    panels = 3 * blocks + 1
+    panels = 3 * blocks + 2
     tile_panel = panel * tile // 64
     return {
         "shared, copies": (panels * panel) + 2 * tile_panel + 4 * key_dim,
-        "shared, products": panels * panel,
-        "shared, warps": 2 * tile_panel + 4 * 4 * key_dim,
-        "tensor, products": panels * (tile_panel + 2 * tile_panel),
+        "shared, products": panels * panel + tile_panel,
+        "shared, warps": tile_panel + 4 * 4 * key_dim,
+        "tensor, products": panels * (tile_panel + 2 * tile_panel) - tile_panel,
         "tensor, warps": tile_panel * (2 + 1 + 3 * blocks + 2),
     }
 
@@ -231,11 +232,11 @@ TARGET = Shape(16, 8192, 16, 128, 256)
 
 
 def stages(machine: Machine, shape: Shape) -> dict[str, float]:
-    """Milliseconds that the stages before the scan need for their bytes: raw q, k, gate to the workspace; M' on kd and v to w and u."""
-    K, V = shape.key_dim, shape.value_dim
+    """Milliseconds that the stages before the scan need for their bytes: raw q, k, gate to the workspace; M' on kd to w."""
+    K = shape.key_dim
     tokens = shape.batch * shape.tokens * shape.heads
     prepare = tokens * (2 * 3 * K + 2 * 3 * K + 2 * 2 * CHUNK + 4 * K / CHUNK)
-    apply = tokens * (2 * CHUNK + 2 * (K + V) * 2)
+    apply = tokens * (2 * CHUNK + 2 * 2 * K)
     return {"prepare": prepare / machine.memory * 1e-9, "apply": apply / machine.memory * 1e-9}
 
 

@@ -73,6 +73,10 @@ class Fetch:
                 bulk_load(w.align(16), (dst + self.w * PANEL).align(16), blocks * PANEL, bar, cluster, rank)
                 bulk_load(factors.align(16), (dst + self.qg * PANEL).align(16), 2 * blocks * PANEL, bar, cluster, rank)
                 bulk_load(scores.align(16), (dst + self.inverse * PANEL).align(16), 2 * PANEL, bar, cluster, rank)
+            if const_expr(self.value_stages == 1):
+                # v's one stage is free a chunk's time before it is wanted; v is on its way to L2 as early as the operands.
+                for p in cutlass.range_constexpr(self.groups):
+                    cute.prefetch(load_v, vG[None, c, at.tile * self.groups + p])
             stage, phase = c % self.value_stages, c // self.value_stages & 1
             self.announce(b.values_full, b.values_empty, stage, phase, self.groups * PANEL_BYTES)
             self.fetch_values(load_v, vS, vG, b.values_full + stage, at, c, stage)

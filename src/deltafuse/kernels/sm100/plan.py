@@ -97,7 +97,7 @@ def plan(config: BlackwellScanConfig, stages: int | None = None, value_stages: i
     )  # fmt: skip
 
 
-CHUNK_CYCLES = {64: 1_376.0, 128: 1_696.0}
+CHUNK_CYCLES = {64: 1_312.0, 128: 1_568.0}
 """Cycles a chunk takes by columns of V a CTA, K = 128, as the model on paper has them (docs/blackwell.md)."""
 
 

@@ -14,14 +14,14 @@ memory, not through shared memory, and the right operands are used as they come.
     o^T = S^T qg^T + v'^T Aqk^T
     D   = v'^T kg               S^T <- S^T diag(2^(G_C)) + D
 
-So M' v is never rounded of slots; nothing but v' is. Every product is made of blocks `tile` x 64 x 64, one panel of shared memory each (see
-`tile.panel`), v^T of tile / 64: S^T w^T and S^T qg^T sum over the K / 64 blocks of S^T, D has one for each of them.
+Of slots M' v is never rounded. Every product is made of blocks `tile` x 64 x 64, for each of which the right operand is one panel of
+shared memory (see `tile.panel`); v^T is tile / 64 panels. S^T w^T and S^T qg^T sum over the K / 64 blocks of S^T, D has one for each.
 
 Work: a CTA takes one sequence n, one value head and `tile` columns of V: index (n * HV + hv) * (V / tile) + tile.
 
 Warps:
-    0        fetches: w, qg, kg, Aqk, M' of a chunk (`operands`), v (`values`), decay with u (`decay`); pipelines of their own, since
-             they are done with at different times (`kda_fetch`)
+    0        fetches: w, qg, kg, Aqk and, of slots, M' of a chunk (`operands`), v (`values`), decay and, of tokens, u (`decay`); pipelines
+             of their own, since they are done with at different times (`kda_fetch`)
     1        issues the products; allocates tensor memory and frees it
     2, 3     where operands are not clean, set to zero in shared memory: of tokens Aqk above its diagonal and kg's rows beyond the sequence,
              of slots v's rows beyond it (`kda_fetch`)
@@ -41,7 +41,7 @@ Barriers, one phase a chunk unless staged:
 
 Timeline of a chunk; every line waits for the one before it, except that blocks overlap:
 
-    products     P += S^T w^T | o^T = S^T qg^T | D_0 | D_1 | o^T += v'^T Aqk^T | the next chunk's P = v^T M'^T
+    products     P (+)= S^T w^T | o^T = S^T qg^T | D_0 | D_1 | o^T += v'^T Aqk^T | of slots, the next chunk's P = v^T M'^T
     recurrence   of tokens, u to registers | (P) v'^T | (D_0) S^T, k < 64 | (D_1) S^T, k >= 64
     next chunk   S^T w^T starts with S^T's first block while the second is still being updated
 
@@ -58,8 +58,8 @@ are then zero because rows of M' and w are. o's rows beyond the end are not stor
 Clusters: the CTAs of two neighbouring tiles of V fetch half of the operands each, for both; a stage is free when both have used it.
 
 Memory at K = 128, tile 128, of slots: 64 KB of operands a stage (three), 16 KB of v (one stage: it is free again when a chunk's products
-begin), 0.5 KB of decay a stage (three), 16 KB of o; 480 columns of tensor memory. Of tokens 56 KB of operands, 16.5 KB of u and decay a
-stage (two), 416 columns (see `plan`). One CTA an SM.
+begin, and wanted when they end), 0.5 KB of decay a stage (three), 16 KB of o; 480 columns of tensor memory. Of tokens 56 KB of operands
+and 16.5 KB of u and decay a stage (two), 416 columns (see `plan`). One CTA an SM.
 
 Constraints: K 64 or 128; V a multiple of `tile` * `cluster`; last dimensions contiguous, other strides multiples of 16 bytes.
 """

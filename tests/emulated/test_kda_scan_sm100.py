@@ -175,9 +175,11 @@ def test_dtypes_and_sizes(dtype: torch.dtype, k: int, v: int, form: str, lengths
 
 
 @pytest.mark.parametrize("chunks", range(1, 8))
+@pytest.mark.parametrize("value_dim", [64, 128])
 @FORMS
-def test_number_of_chunks(form: str, chunks: int) -> None:
-    check(Inputs([64 * chunks], value_dim=64, seed=chunks), form, seed=chunks, shuffle=True)
+def test_number_of_chunks(form: str, value_dim: int, chunks: int) -> None:
+    """Of slots, with two stages of v and with one."""
+    check(Inputs([64 * chunks], value_dim=value_dim, seed=chunks), form, seed=chunks, shuffle=True)
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (63, 2), (65, 1), (129, 3)])

@@ -288,6 +288,7 @@ class _Body:
         self.kernel, self.text, self.position, self.functions = kernel, text, position, functions
         self.labels = 0
         self.calls: list[tuple[str, int]] = []  # functions that are being expanded, and their ends' labels
+        self.results: set[str] = set()  # variables that calls so far have their results in
         self.line = text.count("\n", 0, position) + 1
         self.scope = _Scope(None)
         self.branches: list[tuple[Instr, _Scope]] = []
@@ -412,7 +413,10 @@ class _Body:
             self.kernel.instrs.append(Instr("call", ["call", name], [], guard, self.line, text))
             return
         for formal in function.results:
-            self.kernel.instrs.append(Instr("call.results", ["call"], [Sym(passed[formal])], None, self.line, text))
+            variable = passed[formal]
+            args = [Sym(variable), guard or Imm(1), Imm(int(variable in self.results))]
+            self.results.add(variable)
+            self.kernel.instrs.append(Instr("call.results", ["call"], args, None, self.line, text))
         end = self._label()
         if guard is not None:
             self._branch(end, Reg(guard.idx, guard.width, not guard.neg), text)

@@ -156,6 +156,21 @@ def test_a_result_that_no_call_gave(before: str) -> None:
     run(body.replace("st.global", "@%p1 st.global"), [words()], head=FUNCTIONS)
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+def test_two_calls_give_one_result(skipped: bool) -> None:
+    """Calls under complementary guards, or behind a branch, fill one variable; lanes in which neither is made have no value."""
+    call = "@{} call (retval0), twice, (param0, param1);\n"
+    first = "    " + call.format("%p1")
+    made = f"    @!%p1 bra PAST;\n{first}PAST:\n" if skipped else first
+    second = "    st.param.b32 [param1+0], 4;\n    " + call
+    x = words()
+    run(CALL.replace(first, made + second.format("!%p1")) + OUT.format("%r22"), [x], head=FUNCTIONS)
+    assert x.tolist() == [twice(i, 4 if i % 8 == 5 else i % 8) for i in range(32)]
+    one = "    setp.eq.u32 %p2, %r0, 13;\n" + CALL.replace(first, made + second.format("%p2"))
+    with pytest.raises(ptxemu.MemoryFault, match=r"depends on a result that was not given .* PTX line \d+: @%p2 call"):
+        run(one + OUT.format("%r22"), [words()], head=FUNCTIONS)
+
+
 def test_a_function_that_gives_no_result() -> None:
     head = FUNCTIONS.replace("$L_DONE:\n    st.param", "$L_DONE:\n    setp.gt.u32 %p1, %r2, 1;\n    @%p1 st.param")
     with pytest.raises(ptxemu.MemoryFault, match=r"was not given .* by the call at PTX line \d+: @%p1 call"):

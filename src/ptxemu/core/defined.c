@@ -17,6 +17,7 @@ struct Undefined {
     Origin *origin;   /* the same: where its undefined bits come from */
     uint8_t *local;   /* of local memory, once something undefined was stored there */
     Origin *stored;   /* where that comes from: the last of a word's lanes */
+    uint32_t *given;  /* by where a result lies in local memory: lanes that a call gave it to */
     Origin first;     /* the warp's first undefined read */
 };
 
@@ -42,6 +43,7 @@ void undefined_free(Warp *w)
     free(u->origin);
     free(u->local);
     free(u->stored);
+    free(u->given);
     free(u);
 }
 
@@ -140,16 +142,20 @@ uint8_t *undefined_local(Warp *w, uint32_t lane, uint64_t off, int create)
     if (!w->undefined->local) {
         w->undefined->local = emu_alloc(LANES * size);
         w->undefined->stored = emu_alloc((size / 4 + 1) * sizeof(Origin));
+        w->undefined->given = emu_alloc(size * sizeof(uint32_t));
     }
     return w->undefined->local + lane * size + off;
 }
 
 Origin *undefined_local_origin(Warp *w, uint64_t off) { return &w->undefined->stored[off / 4]; }
 
-void undefined_results(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, int32_t line)
+void undefined_results(Warp *w, uint32_t m, uint32_t inside, int again, uint32_t off, uint32_t bytes, int32_t line)
 {
     state(w);
-    FOR_LANES(i, m) memset(undefined_local(w, i, off, 1), 0xff, bytes);
+    undefined_local(w, 0, off, 1);
+    uint32_t *given = &w->undefined->given[off], kept = again ? *given & m & ~inside : 0;
+    *given = (*given & ~m) | inside | kept;
+    FOR_LANES(i, m & ~kept) memset(undefined_local(w, i, off, 1), 0xff, bytes);
     for (uint32_t at = off; at < off + bytes; at++)
         *undefined_local_origin(w, at) = (Origin){.line = line, .at = off, .kind = FROM_CALL};
 }

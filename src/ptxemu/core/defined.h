@@ -34,6 +34,7 @@ int undefined_lanes(const Warp *w, int32_t at, uint32_t size, uint32_t m); /* ha
 void undefined_set(Warp *w, int32_t at, uint32_t size, uint32_t m, const void *bits, Origin origin);
 uint8_t *undefined_local(Warp *w, uint32_t lane, uint64_t off, int create);
 Origin *undefined_local_origin(Warp *w, uint64_t off);
-/* The lanes m call a function: it has not yet given the results that these bytes of local memory hold. */
-void undefined_results(Warp *w, uint32_t m, uint32_t off, uint32_t bytes, int32_t line);
+/* Of the lanes m those `inside` call a function, which has not yet given the result that these bytes of local memory hold. The others have
+ * none either, but where an earlier call gave it to them (`again`: the text has one). */
+void undefined_results(Warp *w, uint32_t m, uint32_t inside, int again, uint32_t off, uint32_t bytes, int32_t line);
 _Noreturn void undefined_fault(Warp *w, const char *what, Origin o);

@@ -184,10 +184,12 @@ static int no_printf(Warp *w, const Ins *ins, uint32_t m)
     return NEXT;
 }
 
-/* call: imm[0]: where in local memory the result lies, imm[1]: its bytes. */
+/* call: operand: the call's guard; imm[0]: where in local memory the result lies, imm[1]: its bytes, imm[2]: the guard is negated,
+ * imm[3]: an earlier call has the same result. */
 static int call_results(Warp *w, const Ins *ins, uint32_t m)
 {
-    undefined_results(w, m, (uint32_t)ins->imm[0], (uint32_t)ins->imm[1], ins->line);
+    const uint32_t p = *(uint32_t *)operand(w, ins->arg[0]);
+    undefined_results(w, m, (ins->imm[2] ? ~p : p) & m, ins->imm[3] != 0, (uint32_t)ins->imm[0], (uint32_t)ins->imm[1], ins->line);
     return NEXT;
 }
 

@@ -41,6 +41,7 @@ from .kda_cute import (
     padded_state,
     parameter,
     room_for_kept,
+    segment_states,
     slots,
     widened,
 )
@@ -271,20 +272,14 @@ def _cut(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> Tensor:
 def _states(given: _Given, shape: tuple[int, ...], hs: Tensor, initial_state: Tensor | None, v_first: bool) -> None:
     """Write the state at the start of every chunk, hs [slots, HV, V, K] in the io dtype."""
     k = given.kernels
-    sequences, value_heads, value_dim, key_dim = shape
+    value_dim, key_dim = shape[2:]
     h0 = None if initial_state is None else _v_first(initial_state.detach(), key_dim, value_dim, v_first)
-    f, early, length = given.factors, None, (k.segments, k.segment_chunks)
+    early, length = None, (k.segments, k.segment_chunks)
     operands = (given.factors, given.scores, given.decay)
     if k.segments > 1:
-        units = sequences * k.segments
-        ends, starts = (f.new_empty((units, *shape[1:]), dtype=torch.float32) for _ in range(2))
-        maps = f.new_empty((units, value_heads, key_dim, key_dim), dtype=torch.float32)
-        early = f.new_empty((units, value_heads), dtype=torch.int32)
-        given.load("sm90.kda_segments", k.over_segments, given.arch)(
-            *operands, given.v, given.cu_seqlens, ends, maps, given.bound, early, *length
-        )
-        given.combine(k.combine, ends, maps, h0, starts, None, early)
-        h0 = starts
+        h0, early = segment_states(
+            (k.over_segments, k.combine), given.load, given.arch, operands, given.v, h0, None, given.cu_seqlens, given.bound, *length
+        )  # fmt: skip
     given.load("sm90.kda_scan", k.scan, given.arch)(
         *operands, given.v, h0, given.cu_seqlens, None, None, hs, None, early, *length
     )

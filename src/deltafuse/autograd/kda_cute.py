@@ -380,38 +380,49 @@ def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
     o = form.output()
     if may_end_early:
         o.zero_()
-    plan, early = form.kernels.schedule, None
-    if plan.segments > 1:
-        assert bound is not None
-        h0, early = _segment_states(form, operands, v, h0, ht, cu_seqlens, bound)
-    form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, plan.segments, plan.segment_chunks)
+    used, early = form.kernels, None
+    length = (used.schedule.segments, used.schedule.segment_chunks)
+    if used.schedule.segments > 1:
+        h0, early = segment_states(
+            (used.over_segments, used.combine), form.load, form.arch, operands, v, h0, ht, cu_seqlens, bound, *length
+        )
+    form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, *length)
     if kept is not None:
         return *_narrowed(form, o, ht, None), kept
     return *_narrowed(form, o, ht, hs), None
 
 
-def _segment_states(
-    form: Form,
+def segment_states(
+    kernels: tuple[SegmentsConfig | None, CombineConfig | None],
+    load: Load,
+    arch: str,
     operands: tuple[Tensor, Tensor, Tensor],
     v: Tensor,
     h0: Tensor | None,
     ht: Tensor | None,
     cu_seqlens: Tensor | None,
-    bound: Tensor,
+    bound: Tensor | None,
+    segments: int,
+    segment_chunks: int,
 ) -> tuple[Tensor, Tensor]:
     """Segments' initial states, and the codes (`tile.early`) of segments, of which some have none.
 
-    Writes the final state `ht`, where it is wanted, of sequences whose last segment does not start early.
+    Writes the final state `ht`, where it is wanted, of sequences whose last segment does not start early. States are in the layout of the
+    second config, `ends` and `maps` transposed.
     """
-    kernels, plan = form.kernels, form.kernels.schedule
-    units, heads, decay = form.sequences * plan.segments, form.value_heads, operands[2]
-    ends = decay.new_empty((units, heads, form.value_dim, form.key_dim))
-    maps = decay.new_empty((units, heads, form.key_dim, form.key_dim))
-    starts = decay.new_empty((units, heads, *form.inner))
+    over_segments, combine = kernels
+    assert over_segments is not None
+    assert combine is not None
+    (batch, _, heads, value_dim), key_dim, decay = v.shape, combine.key_dim, operands[2]
+    units = (batch if cu_seqlens is None else cu_seqlens.shape[0] - 1) * segments
+    inner = (value_dim, key_dim) if combine.state_v_first else (key_dim, value_dim)
+    ends = decay.new_empty((units, heads, value_dim, key_dim))
+    maps = decay.new_empty((units, heads, key_dim, key_dim))
+    starts = decay.new_empty((units, heads, *inner))
     early = decay.new_empty((units, heads), dtype=torch.int32)
-    over_segments = form.load("sm90.kda_segments", kernels.over_segments, form.arch)
-    over_segments(*operands, v, cu_seqlens, ends, maps, bound, early, plan.segments, plan.segment_chunks)
-    form.load("warp.kda_combine", kernels.combine, form.arch)(ends, maps, h0, starts, ht, early, plan.segments)
+    launch = load("sm90.kda_segments", over_segments, arch)
+    launch(*operands, v, cu_seqlens, ends, maps, bound, early, segments, segment_chunks)
+    load("warp.kda_combine", combine, arch)(ends, maps, h0, starts, ht, early, segments)
     return starts, early
 
 

@@ -95,7 +95,7 @@ def causal_conv1d_update(
         `(y, cache)`: y of x's shape and dtype; the cache that was given.
 
     Raises:
-        ValueError: an argument of a wrong shape, dtype, device or value; a call where gradients are wanted.
+        ValueError: an argument of a wrong shape, dtype, device or value; a call where gradients are wanted or tangents carried.
         UnsupportedError: the backend that was asked for cannot take the call.
     """
     call = parse_conv_update(x, cache, residual, weight, bias, activation)

@@ -149,7 +149,8 @@ def fused_recurrent_kda(
         tensor given), or None.
 
     Raises:
-        ValueError, UnsupportedError: as `chunk_kda`; slots outside the pool; in place or with `out` where gradients are wanted.
+        ValueError, UnsupportedError: as `chunk_kda`; slots outside the pool; in place or with `out` where gradients are wanted or tangents
+            carried.
     """
     call = parse_delta(
         "fused_recurrent_kda", q, k, v, g, beta, per_key=True, recurrent=True, scale=scale, initial_state=initial_state,

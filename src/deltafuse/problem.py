@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -91,6 +93,26 @@ def check_bounds(bounds: Tensor, tokens: int, *, may_end_early: bool = False) ->
         fail(name, f"{last} last", f"T = {tokens} last" + (", or less with use_graph" if may_end_early else ""))
 
 
+TANGENTS = "tangents are carried (forward-mode differentiation)"
+"""What errors say of such calls."""
+
+
+def tangents(*given: object) -> bool:
+    """Whether a tensor carries a tangent: forward-mode differentiation (`torch.autograd.forward_ad`, `torch.func.jvp`) is at work.
+
+    Tensors that functional transforms have wrapped do not say what lies below; while some level is open they count as if they did, as
+    every tensor does to torch.compile.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    compiling = torch.compiler.is_compiling()
+    return any(
+        compiling or is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
+        for x in given
+        if isinstance(x, Tensor)
+    )
+
+
 class Hashed:
     """A frozen dataclass that remembers its hash: problems are looked up at every call."""
 
@@ -148,6 +170,7 @@ class DeltaProblem(Hashed):
     pooled: bool = False
     inplace: bool = False
     requires_grad: bool = False
+    tangents: bool = False
     inference_mode: bool = False
     has_a_log: bool = False
     has_dt_bias: bool = False
@@ -157,6 +180,13 @@ class DeltaProblem(Hashed):
     accepted_dtype: torch.dtype | None = None
 
     __hash__ = Hashed.__hash__  # a frozen dataclass would make its own
+
+    @property
+    def derivatives(self) -> str:
+        """What is wanted of a call beside its results, as errors say it of what has none; empty where nothing is."""
+        if self.tangents:
+            return TANGENTS
+        return "gradients are wanted (use torch.no_grad)" if self.requires_grad else ""
 
     @property
     def beta_limit(self) -> float:
@@ -281,9 +311,10 @@ def recall(names: Form, values: Iterable[object]) -> tuple[Form | None, Any, dic
     """The form of a call, its problem if one like it was checked before, and what is known of such calls.
 
     The form is all that checks look at in the values of an op's arguments, and how tensors lie; `names` tells ops and their arguments
-    apart. It is None where the call cannot be remembered: torch.compile looks, sizes are symbols, tensors have no strides.
+    apart. It is None where the call cannot be remembered: torch.compile looks, sizes are symbols, tensors have no strides or may carry
+    tangents.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None, None, {}
     try:
         form = (
@@ -420,8 +451,8 @@ def _parse_delta(
         fail("max_num_seqs", max_num_seqs, f"None, or the number of packed sequences ({sequences}) with use_graph")
     if use_graph and disable_recompute:
         fail("use_graph", True, "False with disable_recompute=True")
-    grads = (q, k, v, g, beta, a_log, bias, initial_state, gv)
-    requires_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in grads)
+    floats = (q, k, v, g, beta, a_log, bias, initial_state, gv)
+    requires_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in floats)
     if return_intermediate_states and (requires_grad or disable_recompute):
         fail(
             "return_intermediate_states",
@@ -439,7 +470,7 @@ def _parse_delta(
         state_v_first=state_layout(state_v_first, transpose_state_layout), packed=cu_seqlens is not None, chunk_size=chunk_size,
         disable_recompute=bool(disable_recompute), use_graph=bool(use_graph), context_parallel=cp_context is not None,
         value_gate=gv is not None, beta_per_value=beta_per_value, pooled=ssm_state_indices is not None,
-        inplace=bool(inplace_final_state), requires_grad=requires_grad,
+        inplace=bool(inplace_final_state), requires_grad=requires_grad, tangents=tangents(*floats, out),
         inference_mode=not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
         has_a_log=a_log is not None, has_dt_bias=bias is not None,
         bounds_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
@@ -474,15 +505,15 @@ def _check_states(call: DeltaCall, recurrent: bool) -> None:
     if p.inplace:
         if state is None:
             fail("inplace_final_state", True, "True only with `initial_state`")
-        if p.requires_grad:
-            fail("inplace_final_state", True, "True only without gradients (torch.no_grad)")
+        if p.derivatives:
+            fail("inplace_final_state", True, f"False where {p.derivatives}")
         check_written("initial_state", state)
     if call.state_indices is not None:
         indices = call.state_indices
         if state is None:
             fail("ssm_state_indices", describe(indices), "None without `initial_state` (the pool of states)")
-        if p.requires_grad:
-            fail("ssm_state_indices", describe(indices), "None where gradients are wanted (use torch.no_grad)")
+        if p.derivatives:
+            fail("ssm_state_indices", describe(indices), f"None where {p.derivatives}")
         check_tensor("ssm_state_indices", indices, dtypes=INTEGERS, device=p.device, axes="[N] or [N, T]")
         if indices.dim() not in (1, 2) or indices.shape[0] != p.sequences or 0 in indices.shape[1:]:
             fail("ssm_state_indices", describe(indices), f"shape [N] or [N, T] with N = {p.sequences}")
@@ -496,8 +527,8 @@ def _check_states(call: DeltaCall, recurrent: bool) -> None:
         check_tensor("out", call.out, call.v.shape, (p.dtype,), p.device, "[B, T, HV, V]")
         if not call.out.is_contiguous():
             fail("out", f"strides {list(call.out.stride())}", "a contiguous tensor")
-        if p.requires_grad:
-            fail("out", describe(call.out), "None where gradients are wanted (use torch.no_grad)")
+        if p.derivatives:
+            fail("out", describe(call.out), f"None where {p.derivatives}")
 
 
 def recurrent_gates(
@@ -558,6 +589,7 @@ class GateProblem:
     key_dim: int
     gate: str
     lower_bound: float
+    tangents: bool = False
     op: str = "fused_kda_gate"
     context_parallel: bool = False
 
@@ -586,5 +618,7 @@ def parse_gate(
     dt_bias = _parameter("dt_bias", dt_bias, heads * key_dim, "[HV * K]", g.device)
     gate, bound = _gate(True, True, False, lower_bound, a_log)
     rows = g.numel() // (heads * key_dim)
-    problem = GateProblem(g.device, 1, rows, g.dtype, output_dtype, heads, key_dim, gate, bound)
+    problem = GateProblem(
+        g.device, 1, rows, g.dtype, output_dtype, heads, key_dim, gate, bound, tangents(g, a_log, dt_bias)
+    )
     return GateCall(problem, g, a_log, dt_bias)

@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .problem import Hashed, check_packing, check_tensor, check_written, describe, fail, recall, remember
+from .problem import (
+    TANGENTS,
+    Hashed,
+    check_packing,
+    check_tensor,
+    check_written,
+    describe,
+    fail,
+    recall,
+    remember,
+    tangents,
+)
 
 _FLA_BACKENDS = ("triton", "cuda", "mix")
 
@@ -36,6 +47,7 @@ class ConvProblem(Hashed):
     packed: bool = False
     context_parallel: bool = False
     requires_grad: bool = False
+    tangents: bool = False
     bounds_dtype: torch.dtype | None = None
     dtypes: tuple[torch.dtype, ...] = ()
     """Of all tensors that are there."""
@@ -193,6 +205,7 @@ def _check_conv(
         packed=cu_seqlens is not None,
         context_parallel=cp_context is not None,
         requires_grad=_wants_gradients(x, weight, bias, residual, initial_state),
+        tangents=tangents(x, weight, bias, residual, initial_state),
         bounds_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
         dtypes=tuple(t.dtype for t in (x, weight, bias, residual, initial_state) if t is not None),
     )
@@ -237,6 +250,12 @@ def _check_update(
     check_tensor("cache", cache, (sequences, channels, width), device=x.device, axes="[N, D, W]")
     check_written("cache", cache)
     residual = _residual(residual, x, (sequences, channels), "[N, D]")
+    if tangents(x, cache, weight, bias, residual):
+        fail(
+            "cache",
+            f"a call where {TANGENTS}",
+            "calls without, as it is overwritten (use causal_conv1d with initial_state)",
+        )
     if _wants_gradients(x, cache, weight, bias, residual):
         instead = "use torch.no_grad, or causal_conv1d with initial_state"
         fail("cache", "a call where gradients are wanted", f"calls without, as it is overwritten ({instead})")

@@ -40,6 +40,8 @@ class Problem(Protocol):
     def batch(self) -> int: ...
     @property
     def context_parallel(self) -> bool: ...
+    @property
+    def tangents(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ DECODE_KEY_DIMS = (64, 128, 256)
 DECODE_COLUMNS = 16
 
 
+_FORWARD_MODE = "forward-mode derivatives (tangents) are computed by plain torch alone"
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -92,6 +97,8 @@ def _cute(problem: Problem, env: Environment) -> str | None:
         return "the CuTe DSL is not installed (pip install 'deltafuse[cuda]')"
     if problem.context_parallel:
         return "cp_context (context parallel) runs in fla alone"
+    if problem.tangents:
+        return _FORWARD_MODE
     return _OWN[problem.op](problem, env)
 
 
@@ -159,6 +166,8 @@ def _fla(problem: Problem, env: Environment) -> str | None:
         return "fla is not installed (pip install 'deltafuse[fla]')"
     if problem.dtype == torch.float64:
         return "fla has no float64"
+    if problem.tangents:
+        return _FORWARD_MODE
     if problem.batch == 0 or problem.tokens == 0:
         return "fla takes no empty input"
     if problem.op.startswith("chunk") and getattr(problem, "key_dim", 0) > 256:
@@ -203,6 +212,8 @@ def _fla_conv(problem: Problem) -> str | None:
 def _torch(problem: Problem, env: Environment) -> str | None:
     if problem.context_parallel:
         return "cp_context (context parallel) runs in fla alone"
+    if problem.tangents and getattr(problem, "intermediate_states", False):
+        return "intermediate states have no forward-mode derivatives"
     return None
 
 

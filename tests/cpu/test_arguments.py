@@ -355,7 +355,7 @@ def test_serving_form() -> None:
         leaf,
         "inplace_final_state",
         "True",
-        "without gradients",
+        "where gradients are wanted",
         initial_state=randn(B, HV, K, V),
         inplace_final_state=True,
     )

@@ -179,6 +179,21 @@ def test_gradients_take_the_same_launches_with_and_without_the_dispatcher(name: 
 
 
 @pytest.mark.parametrize("name", ["chunk_kda", "causal_conv1d"])
+def test_gradients_of_torch_func_take_the_same_launches(name: str, launches: list[Launch]) -> None:
+    op, inputs, read = OPS[name]
+    given = inputs()
+    leaf = given[read[0]].clone().requires_grad_()
+    y, _ = op(**given | {read[0]: leaf})
+    y.backward(torch.ones_like(y))
+    want = described(launches)
+    launches.clear()
+    y, pull = torch.func.vjp(lambda x: op(**given | {read[0]: x})[0], given[read[0]])
+    (grad,) = pull(torch.ones_like(y))
+    assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+    assert described(launches) == want
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "causal_conv1d"])
 def test_there_are_no_gradients_of_gradients(name: str, launches: list[Launch]) -> None:
     op, inputs, read = OPS[name]
     given = inputs()

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import maybe_current_level
+from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..problem import check_bounds
+from ..problem import check_bounds, tangents
 from ..runtime.probe import environment
 
 Function = Callable[..., Any]
@@ -140,6 +142,20 @@ def observed(*given: Tensor | None) -> bool:
     return False
 
 
+def _checked(backward: Function) -> Function:
+    """A backward pass that refuses tangents, which it would lose: it is no function of torch's own."""
+
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if forward_ad._current_level >= 0 and tangents(*grads):
+            raise NotImplementedError(
+                "forward-mode differentiation (tangents) through a backward pass whose forward pass carried none: "
+                "let the op's inputs carry them, or use torch.func.jvp of torch.func.grad"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
 def differentiable(forward: Function, setup: Callable[..., None], backward: Function) -> Function:
     """What a custom op computes, with the op's gradients, without the dispatcher: for calls that are not `observed`."""
 
@@ -148,6 +164,40 @@ def differentiable(forward: Function, setup: Callable[..., None], backward: Func
         setup(ctx, inputs, output)
         return output
 
-    methods = {"forward": staticmethod(both), "backward": staticmethod(backward)}
+    methods = {"forward": staticmethod(both), "backward": staticmethod(_checked(backward))}
     function: Any = type("Differentiable", (torch.autograd.Function,), methods)
     return function.apply
+
+
+def with_gradients(op: CustomOpDef, setup: Callable[..., None], backward: Function) -> Function:
+    """A custom op, which gets these gradients, as code calls it that functional transforms may look at."""
+    backward = _checked(backward)
+    op.register_autograd(backward, setup_context=setup)
+    return _transformable(op, setup, backward)
+
+
+def without_gradients(op: CustomOpDef) -> Function:
+    """As `with_gradients`, of an op that has none."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"{op._qualname}: of gradients there are no gradients")
+
+    return _transformable(op, lambda ctx, inputs, output: None, refuse)
+
+
+def _transformable(op: CustomOpDef, setup: Callable[..., None], backward: Function) -> Function:
+    """Functional transforms (`torch.func`) refuse what torch makes of an op's gradients; they take a function of this form."""
+    overload = op._opoverload
+    methods = {
+        "forward": staticmethod(lambda *inputs: overload(*inputs)),
+        "setup_context": staticmethod(setup),
+        "backward": staticmethod(backward),
+        "generate_vmap_rule": True,
+    }
+    function: Any = type("Transformable", (torch.autograd.Function,), methods)
+
+    def call(*inputs: Any) -> Any:
+        transformed = not torch.compiler.is_compiling() and maybe_current_level() is not None
+        return function.apply(*inputs) if transformed else overload(*inputs)
+
+    return call

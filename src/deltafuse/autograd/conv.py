@@ -14,7 +14,17 @@ from ..problem_conv import ConvCall, ConvUpdateCall
 from ..reference.conv import conv_backward, conv_forward, conv_update
 from ..support import Plan
 from . import conv_cute
-from .common import check_once, checked_bounds, differentiable, machine, observed, without_autocast, written
+from .common import (
+    check_once,
+    checked_bounds,
+    differentiable,
+    machine,
+    observed,
+    with_gradients,
+    without_autocast,
+    without_gradients,
+    written,
+)
 
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
 
@@ -141,7 +151,7 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
     if any(needs):
         # Gradients of gradients there are none, which the op says.
         op: Any = (
-            torch.ops.deltafuse.causal_conv1d_bwd
+            _observed_backward
             if torch.is_grad_enabled() or observed(*ctx.saved_tensors, grad_y, grad_state)
             else _compute_gradients
         )
@@ -152,7 +162,8 @@ def _gradients(ctx: Any, grad_y: Tensor | None, grad_state: Tensor | None) -> tu
     return grad_x, grad_weight, grad_bias, grad_residual, grad_initial, *([None] * (5 + ctx.known))
 
 
-_forward.register_autograd(_gradients, setup_context=_setup)
+_observed_backward = without_gradients(_backward)
+_observed = with_gradients(_forward, _setup, _gradients)
 _differentiable = differentiable(_compute, _setup, _gradients)
 
 
@@ -190,8 +201,10 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
             call.x, call.weight, call.bias, call.residual, call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu,
             p.silu, p.output_final_state, own,
         )  # fmt: skip
-        if not own or observed(*given[:7]):
-            y, state = torch.ops.deltafuse.causal_conv1d_fwd(*given)
+        if p.tangents:
+            y, state = _compute(*given)
+        elif not own or observed(*given[:7]):
+            y, state = _observed(*given)
         else:
             y, state = (_differentiable if p.requires_grad else _compute)(*given, call.known)
     return y if y.shape == call.shape else y.view(call.shape), state if p.output_final_state else None

@@ -17,7 +17,17 @@ from ..reference.options import CHUNKS_A_WINDOW, DeltaOptions, ceil_div, compute
 from ..reference.recurrent import recurrent_forward, recurrent_serve
 from ..support import Plan
 from . import decode_cute, kda
-from .common import check_once, checked_bounds, host_bounds, machine, observed, without_autocast, written
+from .common import (
+    check_once,
+    checked_bounds,
+    host_bounds,
+    machine,
+    observed,
+    with_gradients,
+    without_autocast,
+    without_gradients,
+    written,
+)
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias"
 _PACKING = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool may_end_early"
@@ -157,7 +167,7 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) -> tu
     *read, cu, cu_cpu, kept = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(read[2])
-    grads = torch.ops.deltafuse.chunk_delta_rule_backward(*read, cu, cu_cpu, *ctx.rest, kept, grad_o, grad_state)
+    grads = _run_backward(*read, cu, cu_cpu, *ctx.rest, kept, grad_o, grad_state)
     wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
     return tuple(grad if x is not None and need else None for grad, x, need in wanted)
 
@@ -187,8 +197,9 @@ def _recurrent_grad(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None) 
     return *grads, *([None] * (3 + 9 + 3))
 
 
-_chunk.register_autograd(_chunk_grad, setup_context=_chunk_setup)
-_recurrent.register_autograd(_recurrent_grad, setup_context=_recurrent_setup)
+_run_backward = without_gradients(_backward)
+_run_chunk = with_gradients(_chunk, _chunk_setup, _chunk_grad)
+_run_recurrent = with_gradients(_recurrent, _recurrent_setup, _recurrent_grad)
 
 
 @torch.library.custom_op(
@@ -236,6 +247,18 @@ def _tensor_args(call: DeltaCall) -> tuple[Tensor | None, ...]:
     return call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias
 
 
+def _definition(call: DeltaCall) -> tuple[Tensor, Tensor | None]:
+    """The function of both kinds of op in operations that torch differentiates itself, forwards too: token by token."""
+    p = call.problem
+    bounds = checked_bounds(call.q, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph)
+    tensors = DeltaTensors(
+        call.q, call.k, call.v, call.g, call.beta, call.a_log, call.dt_bias, call.initial_state, bounds
+    )
+    with without_autocast(call.q):
+        o, state = recurrent_forward(tensors, DeltaOptions(*_option_args(p)), call.gv)
+    return o, state if p.output_final_state else None
+
+
 def chunk(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Run a chunked call on the plan's backend: `(o, final state or None)`, with the intermediate states third where asked for."""
     p = call.problem
@@ -245,7 +268,9 @@ def chunk(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None] | tuple[T
         return fla.chunk(call)
     if plan.backend == "cute":
         return kda.chunk(call)
-    o, state, _, states = torch.ops.deltafuse.chunk_delta_rule(
+    if p.tangents:
+        return _definition(call)
+    o, state, _, states = _run_chunk(
         *_tensor_args(call), call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, *_option_args(p),
         p.output_final_state, p.requires_grad, p.intermediate_states,
     )  # fmt: skip
@@ -269,7 +294,9 @@ def recurrent(call: DeltaCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
         return results
     if p.pooled or p.inplace or call.out is not None:
         return _served(call, own)
-    o, state = torch.ops.deltafuse.recurrent_delta_rule(
+    if p.tangents:
+        return _definition(call)
+    o, state = _run_recurrent(
         *_tensor_args(call), call.initial_state, call.cu_seqlens, call.cu_seqlens_cpu, p.use_graph, *_option_args(p),
         call.gv, p.output_final_state, own,
     )  # fmt: skip

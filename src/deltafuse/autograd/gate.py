@@ -11,6 +11,7 @@ from ..problem import GateCall
 from ..reference import inputs
 from ..reference.options import DeltaOptions, compute_dtype
 from ..support import Plan
+from .common import with_gradients, without_gradients
 
 
 def _shaped(g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -29,6 +30,12 @@ def _shaped(g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Te
     schema="(Tensor g, Tensor? a_log, Tensor? dt_bias, str gate, float lower_bound, ScalarType dtype) -> Tensor",
 )
 def _gate(g, a_log, dt_bias, gate, lower_bound, dtype):  # type: ignore[no-untyped-def]
+    return _compute(g, a_log, dt_bias, gate, lower_bound, dtype)
+
+
+def _compute(
+    g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, gate: str, lower_bound: float, dtype: torch.dtype
+) -> Tensor:
     raw, rate, bias = _shaped(g, a_log, dt_bias)
     value = inputs.gate(raw, rate, bias, DeltaOptions(1.0, gate, lower_bound))
     return value.to(dtype).contiguous()
@@ -72,12 +79,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    grads = torch.ops.deltafuse.kda_gate_backward(*tensors, *ctx.rest, grad)
+    grads = _run_backward(*tensors, *ctx.rest, grad)
     wanted = zip(grads, tensors, ctx.needs_input_grad, strict=False)
     return *(grad if x is not None and need else None for grad, x, need in wanted), None, None, None
 
 
-_gate.register_autograd(_grad, setup_context=_setup)
+_run_backward = without_gradients(_gate_backward)
+_run = with_gradients(_gate, _setup, _grad)
 
 
 def kda_gate(call: GateCall, plan: Plan) -> Tensor:
@@ -87,4 +95,5 @@ def kda_gate(call: GateCall, plan: Plan) -> Tensor:
         from . import fla
 
         return fla.kda_gate(call)
-    return torch.ops.deltafuse.kda_gate(call.g, call.a_log, call.dt_bias, p.gate, p.lower_bound, p.output_dtype)
+    given = (call.g, call.a_log, call.dt_bias, p.gate, p.lower_bound, p.output_dtype)
+    return _compute(*given) if p.tangents else _run(*given)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..problem import DeltaCall
 from ..reference.options import ceil_div
 from ..runtime.probe import environment
-from .common import check_once, differentiable, host_bounds, observed
+from .common import check_once, differentiable, host_bounds, observed, with_gradients, without_gradients
 from .kda_backward import backward
 from .kda_cute import Flags, Form, Inputs, Kept, Outputs, flags_of, kernels_for, kernels_of, room_for_kept, run
 
@@ -150,9 +150,7 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: T
     *numbers, _states, keep = f.arguments
     # Gradients of gradients there are none, which the op says.
     op: Any = (
-        torch.ops.deltafuse.kda_backward
-        if torch.is_grad_enabled() or observed(*saved, grad_o, grad_state)
-        else _compute_gradients
+        _observed_backward if torch.is_grad_enabled() or observed(*saved, grad_o, grad_state) else _compute_gradients
     )
     grads = op(*read, *bounds, ctx.early, *numbers, keep, grad_o, grad_state if f.final else None, *kept)
     wanted = zip(grads, read, ctx.needs_input_grad, strict=False)
@@ -160,7 +158,8 @@ def _gradients(ctx: Any, grad_o: Tensor | None, grad_state: Tensor | None, *_: T
     return *own, *([None] * (ctx.count - _READ))
 
 
-_forward.register_autograd(_gradients, setup_context=_setup)
+_observed_backward = without_gradients(_backward)
+_observed = with_gradients(_forward, _setup, _gradients)
 _differentiable = differentiable(_known, _setup_known, _gradients)
 
 
@@ -171,8 +170,7 @@ def chunk(call: DeltaCall) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tenso
     state: Tensor | None
     states: Tensor | None
     if observed(*given):
-        op = torch.ops.deltafuse.kda_forward
-        o, state, states, *_ = op(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
+        o, state, states, *_ = _observed(*given, call.cu_seqlens_cpu, p.use_graph, *flags_of(p).arguments)
     else:
         form = call.known.get(Form)
         if form is None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..problem import DeltaCall, recall, remember
+from ..problem import DeltaCall, recall, remember, tangents
 from ..runtime import cache
 from ..support import Plan
 from . import decode_cute
@@ -31,6 +32,7 @@ def token(
     if (
         plan.backend != "cute"
         or p.requires_grad
+        or (forward_ad._current_level >= 0 and tangents(z, *caches, *weights, *(biases or ()), norm))
         or observed(*call.tensors, z, *caches, *weights, *(biases or ()), norm)
     ):
         return None

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..conv import causal_conv1d, causal_conv1d_update
-from ..problem import describe, fail
+from ..problem import describe, fail, tangents
 
 
 class ShortConvolution(nn.Conv1d):
@@ -75,7 +75,7 @@ class ShortConvolution(nn.Conv1d):
             residual: `[B, T, D]`, added after the activation.
             mask: `[B, T]`, 0 where a token counts as zeros.
             cache: the state `[N, D, W]` to start from: the last W inputs of each of the N sequences. Where T is 1,
-                without autograd and without `cu_seqlens`, it is updated in place.
+                without autograd (forwards too) and without `cu_seqlens`, it is updated in place.
             output_final_state: whether to return the state after the last token.
             cu_seqlens: `[N + 1]`, bounds of packed sequences.
             cu_seqlens_cpu: the same on the CPU.
@@ -88,7 +88,8 @@ class ShortConvolution(nn.Conv1d):
                 fail("mask", describe(mask), "None with `cu_seqlens`: packed sequences have no padding")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
-        if x.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+        plain = not torch.is_grad_enabled() and not tangents(x, residual, cache, weight, self.bias)
+        if x.shape[1] == 1 and cu_seqlens is None and plain:
             if cache is None:
                 cache = x.new_zeros(x.shape[0], self.hidden_size, self.kernel_size[0])
             y, state = causal_conv1d_update(

@@ -154,8 +154,7 @@ def _convolve(stream: Tensor, taps: Tensor) -> Tensor:
     """The sums `[S, R - W, D]` that end at row W, W + 1, ... of the stream."""
     width = taps.shape[0]
     count = stream.shape[1] - width
-    outputs = torch.empty_like(stream[:, width:], memory_format=torch.contiguous_format)
-    torch.mul(stream[:, 1 : 1 + count], taps[0], out=outputs)
+    outputs = stream[:, 1 : 1 + count] * taps[0]
     for w in range(1, width):
         outputs.addcmul_(stream[:, 1 + w : 1 + w + count], taps[w])
     return outputs

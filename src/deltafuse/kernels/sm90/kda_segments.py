@@ -11,7 +11,8 @@ neither may read what the other writes; the ends write down the segments' codes.
 Work: CTAs of units, value heads and 64 columns each, numbered as in `kda_scan`, those for ends first. Shared memory, pipelines and threads
 are those of the ends; the maps do not use what is there for v.
 
-Constraints: as `kda_scan`; clusters of two where both K and V are multiples of 128.
+Constraints: as `kda_scan`; clusters of two where both K and V are multiples of 128. A launch has one size of clusters, for which a CTA's
+pipelines are made before it looks for its pass: where only one of K and V is a multiple of 128, every CTA fetches all of its operands.
 """
 
 # mypy: ignore-errors

@@ -344,8 +344,9 @@ def test_wrong_slots_and_bounds_stay_inside_the_tensors(emulated) -> None:
     assert torch.equal(pool, before)
     packed = Case(lengths=(1, 2, 1))
     t = packed.tensors()
-    t = replace(t, cu_seqlens=torch.tensor([-3, 2, 2, 99], dtype=torch.int32))
-    decode_cute.recurrent_forward(t, packed.options(), arch=ARCH, load=load)
+    for bounds in ([-3, 2, 2, 99], [1, *[-(2**31)] * 3]):
+        t = replace(t, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        decode_cute.recurrent_forward(t, packed.options(), arch=ARCH, load=load)
 
 
 def test_more_sequences_than_a_grid_has_rows(emulated) -> None:

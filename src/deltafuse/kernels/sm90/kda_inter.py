@@ -270,7 +270,7 @@ class KdaInter:
             slot, hv = divmod(unit, by_head)
             batch, first, rows = Int32(0), Int32(0), Int32(0)
             if const_expr(mCu is not None):
-                first, rows = chunk_of_slot(mCu, slot)
+                first, rows = chunk_of_slot(mCu, slot, tokens)
             else:
                 batch, chunk = divmod(slot, by_chunks)
                 first = chunk * CHUNK

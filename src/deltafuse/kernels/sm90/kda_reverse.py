@@ -211,7 +211,7 @@ class KdaReverse(KdaScan):
         cute.arch.griddepcontrol_wait()
 
         block, _, _ = cute.arch.block_idx()
-        at = self.unit(block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks)
+        at = self.unit(block, mF, mCu, mBound, mEarly, mDv, sequences, tiles, segments, segment_chunks)
         self.pass_on(mEarly, at, warp_idx)
         if warp_idx >= 4 * self.groups:
             if const_expr(self.groups > 1):

@@ -75,6 +75,7 @@ from ...tile.early import early_start
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.pipeline import copy_pipeline
 from ...tile.ptx import store_shared
+from ...tile.sequence import tokens_of
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ScanConfig
@@ -285,7 +286,7 @@ class KdaScan:
     ):  # fmt: skip
         """What the CTA of index `block` does; absent tensors are None."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = self.unit(block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks)
+        at = self.unit(block, mF, mCu, mBound, mEarly, mO, sequences, tiles, segments, segment_chunks)
         self.pass_on(mEarly, at, warp_idx)
         if warp_idx >= 4 * self.groups:
             if const_expr(self.groups > 1):
@@ -339,8 +340,8 @@ class KdaScan:
         return operands, values
 
     @cute.jit
-    def unit(self, block, mF, mCu, mBound, mEarly, sequences, tiles, segments, segment_chunks):
-        """What this CTA works on: slots and tokens of its chunks, indices of its states."""
+    def unit(self, block, mF, mCu, mBound, mEarly, mOut, sequences, tiles, segments, segment_chunks):
+        """What this CTA works on: slots and tokens of its chunks, indices of its states. mOut [B, T, HV, V] is what is written, or None."""
         tile = block % tiles
         hv = block // tiles % mF.shape[1]
         unit = block // tiles // mF.shape[1]
@@ -349,8 +350,12 @@ class KdaScan:
         length = Int32(0)
         batch = n
         if const_expr(mCu is not None):
-            start = Int32(mCu[n])
-            length = Int32(mCu[n + 1]) - start
+            # As many tokens as may have so many slots, where only these are touched.
+            limit = (Int32(mF.shape[0]) - sequences) * CHUNK + (CHUNK - 1)
+            if const_expr(mOut is not None):
+                limit = Int32(mOut.shape[1])
+            start, end = tokens_of(mCu, n, limit)
+            length = end - start
             total = (length + (CHUNK - 1)) // CHUNK
             base = start // CHUNK + n
             batch = Int32(0)

@@ -54,6 +54,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ...tile.gate import Gate, sigmoid
 from ...tile.lanes import reduce_scatter, sum_lanes
 from ...tile.ptx import asm, exp2, fma, load_shared, opaque, pack, rsqrt, store_global, store_shared, unpack
+from ...tile.sequence import tokens_of
 from ...tile.uncached import fetch_to_l2, first_out, load_half_if, load_if, load_uncached
 from ..config import DecodeConfig
 
@@ -257,8 +258,9 @@ class DeltaDecode:
             b, t0, count = n, Int32(0), Int32(1 if self.config.single else mV.shape[1])
             if const_expr(mCu is not None):
                 # Whatever the bounds are, no token outside the tensors is touched.
-                b, t0 = Int32(0), cutlass.min(cutlass.max(Int32(mCu[n]), Int32(0)), count)
-                count = cutlass.max(cutlass.min(Int32(mCu[n + 1]), count) - t0, Int32(0))
+                b = Int32(0)
+                t0, end = tokens_of(mCu, n, count)
+                count = end - t0
             tensors = (mQ, mK, mV, mG, mBeta, by_ratio)
             vectors = Int32(sVectors.iterator.toint()) + warp * (self.vectors * self.config.key_dim * 4)
             where = (b, t0, head, v0, lane)

@@ -197,7 +197,7 @@ class KdaIntra(OwnBlocks, GateSide):
         if const_expr(mCu is not None):
             # No number: a branch turns constants that it finds in x into values of its own.
             batch = None
-            first, rows = chunk_of_slot(mCu, slot)
+            first, rows = chunk_of_slot(mCu, slot, Int32(mQ.shape[1]))
         else:
             batch, chunk = divmod(slot, by_chunks)
             first = chunk * CHUNK

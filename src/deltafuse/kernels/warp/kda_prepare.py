@@ -211,7 +211,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         if const_expr(mCu is not None):
             slot = mFactors.shape[0] - 1 - order
             batch = Int32(0)
-            first, rows = chunk_of_slot(mCu, slot)
+            first, rows = chunk_of_slot(mCu, slot, Int32(mQ.shape[1]))
         else:
             back, batch = divmod(order, by_batch)
             chunk = chunks - 1 - back

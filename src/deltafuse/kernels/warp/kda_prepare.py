@@ -100,6 +100,8 @@ from .kda_prepare_bound import ChunkBound
 from .kda_prepare_exact import HIGHEST, LOWEST, SHIFT, ExactRows
 from .kda_prepare_out import AQK_ROW, ScoresOut
 
+ROWS_AHEAD = 6
+"""Rows of the raw gate that are on their way from shared memory."""
 MINUS_INFINITY = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00, Float32: 0xFF800000}
 
 
@@ -404,9 +406,14 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         n = self.gate_columns
         sums = [Float32(0.0)] * n
         low = high = least = Float32(0.0)
+        raw = sRaw + lane * (n * self.raw_bits // 8)
+        # A row's load would have to wait for the stores of those before it: they go to the same memory, for all that ptxas knows.
+        words = [self.raw_words(raw, i * self.raw_row) for i in range(ROWS_AHEAD)]
         for i in range(16):
+            if i + ROWS_AHEAD < 16:
+                words.append(self.raw_words(raw, (i + ROWS_AHEAD) * self.raw_row))
             values = []
-            for x, value in enumerate(self.raw_gate(sRaw + lane * (n * self.raw_bits // 8), i * self.raw_row)):
+            for x, value in enumerate(self.raw_gate(words[i])):
                 values.append(gates[x].value(value))
                 sums[x] = fma(gates[x].outer, values[x], sums[x])
                 if self.config.gate == "log":
@@ -424,13 +431,16 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         fits = (low >= Float32(LOWEST)) & (high <= Float32(HIGHEST))
         return cute.arch.vote_all_sync(fits)
 
-    def raw_gate(self, address, offset):
-        """The raw gate at the thread's columns of a row."""
+    def raw_words(self, address, offset):
+        """The raw gate at the thread's columns of a row, as it lies in shared memory."""
         n = self.gate_columns
         if self.raw_bits == 32:
             return load_shared(address, offset, n)
-        word = load_shared(address, offset, 1, Uint32)[0] if n == 2 else load_shared_half(address, offset)
-        return unpack(self.gate_dtype, word)[:n]
+        return load_shared(address, offset, 1, Uint32) if n == 2 else [load_shared_half(address, offset)]
+
+    def raw_gate(self, words):
+        """The same as numbers."""
+        return words if self.raw_bits == 32 else unpack(self.gate_dtype, words[0])[: self.gate_columns]
 
     @cute.jit
     def share_norms(self, words, to, block, lane):
@@ -682,11 +692,12 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         pair = ((distance - 1) * (8 - distance) >> 1) + b
         sColumns = sAll + self.at_columns + pair * self.pair_bytes + half * (self.steps * 1024) + lane * 16
         sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
+        columns = [[load_shared(sColumns, m * 1024 + n * 512, 4, Uint32) for n in range(2)] for m in range(self.steps)]
         for m in range(self.steps):
             for n in range(2):
-                column = load_shared(sColumns, m * 1024 + n * 512, 4, Uint32)
                 for i, rows in enumerate((rows_q, rows_k)):
-                    sums[i][n] = self.product([[rows[x, h, m] for x in range(4)] for h in range(2)], column, sums[i][n])
+                    words = [[rows[x, h, m] for x in range(4)] for h in range(2)]
+                    sums[i][n] = self.product(words, columns[m][n], sums[i][n])
         return sums
 
     @cute.jit

@@ -27,9 +27,11 @@ class ScoresOut:
             row, vector = lane // 16 * 8 + lane % 8 // 2 * 2 + lane // 8 % 2, lane % 2
             at = self.aqk_row(sAll, block, row) + vector * 16
             to = image + Int64(panel.strip_vector_offset(16 * block + row, vector))
+            # All loads before the branches, which they would not pass; what lies right of the block is read and not used.
+            words = [load_shared(at, 32 * s, 4, Uint32) for s in range(4)]
             for s in cutlass.range_constexpr(4):
                 if s <= block:
-                    store_global(to, panel.packed_strip(s), load_shared(at, 32 * s, 4, Uint32))
+                    store_global(to, panel.packed_strip(s), words[s])
         else:
             vector = lane % 8
             for i in cutlass.range_constexpr(0, 16, 4):
@@ -49,11 +51,12 @@ class ScoresOut:
             row = 8 * warp + lane // 16 * 4 + lane // 4 % 2 * 2 + lane // 8 % 2
             at = sAll + self.at_m + inverse.at(row, lane % 4 * 4)
             to = image + Int64(panel.strip_vector_offset(row, lane % 4 // 2) + lane % 2 * 8)
+            beta = [load_shared(sAll + self.at_beta + lane % 4 * 16, 64 * s, 4) for s in range(4)]
+            m = [load_shared(at, 64 * s, 4) for s in range(4)]
             for s in cutlass.range_constexpr(4):
                 if s <= warp // 2:
-                    beta = load_shared(sAll + self.at_beta + lane % 4 * 16, 64 * s, 4)
-                    m = load_shared(at, 64 * s, 4)
-                    store_global(to, panel.packed_strip(s), self.packed([a * b for a, b in zip(m, beta, strict=True)]))
+                    words = self.packed([a * b for a, b in zip(m[s], beta[s], strict=True)])
+                    store_global(to, panel.packed_strip(s), words)
         else:
             column = lane % 16 * 4
             valid = Int32(column // 16 <= warp // 2)

@@ -310,7 +310,7 @@ def test_later_tokens_do_not_change_earlier_rows(form: str) -> None:
     assert not torch.equal(before.o[:, 100:], after.o[:, 100:])
 
 
-@pytest.mark.parametrize("cu", [[0, 90, 300], [50, 20, 100], [-7, 64, 2**31 - 1]])
+@pytest.mark.parametrize("cu", [[0, 90, 300], [50, 20, 100], [-7, 64, 2**31 - 1], [90, -(2**31), 64]])
 @FORMS
 def test_bounds_that_lie_reach_nothing_outside(form: str, cu: list[int]) -> None:
     x = Inputs([70, 30], packed=True, value_dim=64)

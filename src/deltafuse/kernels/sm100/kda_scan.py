@@ -83,6 +83,7 @@ from ...tile.matrices import load_transposed, store_transposed
 from ...tile.panel import BYTES as PANEL_BYTES
 from ...tile.panel import vector_offset
 from ...tile.ptx import exp2, fma, load_shared, pack, store_global, unpack
+from ...tile.sequence import tokens_of
 from ...tile.tensor import fence_after, fence_before, lanes, load_fp32, store_pairs, wait_loads, wait_stores
 from ..config import CHUNK, BlackwellScanConfig
 from .kda_fetch import PANEL, Fetch
@@ -316,8 +317,8 @@ class KdaScan(Fetch):
         slot = n * chunks
         if const_expr(mCu is not None):
             # Whatever the bounds say, nothing outside the tensors is touched.
-            start = cutlass.max(cutlass.min(Int32(mCu[n]), length), 0)
-            length = cutlass.max(cutlass.min(Int32(mCu[n + 1]), length) - start, 0)
+            start, end = tokens_of(mCu, n, length)
+            length = end - start
             batch = Int32(0)
             chunks = (length + (CHUNK - 1)) >> SHIFT
             slot = (start >> SHIFT) + n

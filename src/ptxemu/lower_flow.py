@@ -193,7 +193,10 @@ def _call(low: Lowering, ins: Instr) -> None:
 @lowers("call.results")
 def _call_results(low: Lowering, ins: Instr) -> None:
     # What a function is about to give has no value where it does not: in lanes outside the call's guard, or without a st.param. What
-    # an earlier call gave to lanes outside the guard stays: calls under two guards may fill one variable.
+    # an earlier call gave to lanes outside the guard stays: calls under two guards may fill one variable. It has none in lanes that
+    # branch past all calls either, so it loses it where it is declared; other variables than results do not.
+    if not ins.args:
+        return
     result, guard, again = ins.args
     p, negated = low.predicate(guard)
     low.emit("call.results", [p], [low.kernel.local[result.name], low.kernel.sizes[result.name], negated, again.value])

@@ -288,7 +288,7 @@ class _Body:
         self.kernel, self.text, self.position, self.functions = kernel, text, position, functions
         self.labels = 0
         self.calls: list[tuple[str, int]] = []  # functions that are being expanded, and their ends' labels
-        self.results: set[str] = set()  # variables that calls so far have their results in
+        self.results: dict[str, Instr] = {}  # .param variables, where they begin: without a value, if calls fill them
         self.line = text.count("\n", 0, position) + 1
         self.scope = _Scope(None)
         self.branches: list[tuple[Instr, _Scope]] = []
@@ -367,6 +367,8 @@ class _Body:
                 k.local_size = k.local[name] + size
                 if m[1] == "param":
                     k.sizes[name] = size
+                    self.results[name] = Instr("call.results", ["call"], [], None, self.line, s)
+                    k.instrs.append(self.results[name])
         elif not s.startswith((".pragma", ".branchtargets", ".minnctapersm", ".maxntid")):
             raise Unsupported(f"PTX line {self.line}: directive {s!r}")
 
@@ -414,8 +416,10 @@ class _Body:
             return
         for formal in function.results:
             variable = passed[formal]
-            args = [Sym(variable), guard or Imm(1), Imm(int(variable in self.results))]
-            self.results.add(variable)
+            begin = self.results[variable]
+            if not begin.args:
+                begin.args, begin.line, begin.text = [Sym(variable), Imm(0), Imm(0)], self.line, text
+            args = [Sym(variable), guard or Imm(1), Imm(1)]
             self.kernel.instrs.append(Instr("call.results", ["call"], args, None, self.line, text))
         end = self._label()
         if guard is not None:

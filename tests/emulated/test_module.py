@@ -171,6 +171,28 @@ def test_two_calls_give_one_result(skipped: bool) -> None:
         run(one + OUT.format("%r22"), [words()], head=FUNCTIONS)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_lanes_that_branch_past_all_calls_have_no_result(again: bool) -> None:
+    """Nor one from a pass through the loop before, in which the variable was another."""
+    call = "    @%p1 call (retval0), twice, (param0, param1);\n"
+    store = OUT.format("%r22")
+
+    def past(guard: str) -> str:
+        return CALL.replace(call, f"    @{guard} bra PAST;\n    call (retval0), twice, (param0, param1);\nPAST:\n")
+
+    body = past("!%p1") + store
+    if again:
+        loop = "    setp.eq.u32 %p2, 0, 0;\nLOOP:\n" + past("!%p2") + store
+        body = loop + "    @!%p2 bra OUT;\n    and.pred %p2, %p1, %p1;\n    @!%p1 bra LOOP;\nOUT:\n"
+    with pytest.raises(
+        ptxemu.MemoryFault, match=r"depends on a result that was not given .* PTX line \d+: call \(retval0"
+    ):
+        run(body, [words()], head=FUNCTIONS)
+    x = words()
+    run(past("!%p1") + store.replace("st.global", "@%p1 st.global"), [x], head=FUNCTIONS)
+    assert x.tolist() == [0 if i % 8 == 5 else twice(i, i % 8) for i in range(32)]
+
+
 def test_a_function_that_gives_no_result() -> None:
     head = FUNCTIONS.replace("$L_DONE:\n    st.param", "$L_DONE:\n    setp.gt.u32 %p1, %r2, 1;\n    @%p1 st.param")
     with pytest.raises(ptxemu.MemoryFault, match=r"was not given .* by the call at PTX line \d+: @%p1 call"):

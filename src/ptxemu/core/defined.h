@@ -35,6 +35,6 @@ void undefined_set(Warp *w, int32_t at, uint32_t size, uint32_t m, const void *b
 uint8_t *undefined_local(Warp *w, uint32_t lane, uint64_t off, int create);
 Origin *undefined_local_origin(Warp *w, uint64_t off);
 /* Of the lanes m those `inside` call a function, which has not yet given the result that these bytes of local memory hold. The others have
- * none either, but where an earlier call gave it to them (`again`: the text has one). */
+ * none either, but where an earlier call gave it to them since it was declared, which is where `again` is 0. */
 void undefined_results(Warp *w, uint32_t m, uint32_t inside, int again, uint32_t off, uint32_t bytes, int32_t line);
 _Noreturn void undefined_fault(Warp *w, const char *what, Origin o);

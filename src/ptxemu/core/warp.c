@@ -185,7 +185,7 @@ static int no_printf(Warp *w, const Ins *ins, uint32_t m)
 }
 
 /* call: operand: the call's guard; imm[0]: where in local memory the result lies, imm[1]: its bytes, imm[2]: the guard is negated,
- * imm[3]: an earlier call has the same result. */
+ * imm[3]: it is a call, not where the result is declared. */
 static int call_results(Warp *w, const Ins *ins, uint32_t m)
 {
     const uint32_t p = *(uint32_t *)operand(w, ins->arg[0]);

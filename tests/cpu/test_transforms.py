@@ -10,7 +10,7 @@ import torch
 from cases import Call, gradients, make
 from torch import Tensor
 from torch.autograd import forward_ad as fa
-from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, linearize, vmap
 
 import deltafuse
 from deltafuse import backends
@@ -139,6 +139,34 @@ def test_transforms_of_gradients(name: str) -> None:
     torch.testing.assert_close(grad(loss)(tensors), want)
     twice = vmap(grad(loss))({n: torch.stack([x, x]) for n, x in tensors.items()})
     torch.testing.assert_close(twice, {n: torch.stack([x, x]) for n, x in want.items()})
+
+
+@every_function
+def test_batches_of_tangents(name: str) -> None:
+    """vmap of jvp and jvp of vmap; a batch of all tensors, and of each alone, where the others have none."""
+    function, tensors = FUNCTIONS[name]()
+    along = directions(tensors)
+    for batched in (list(tensors), *([one] for one in tensors)):
+        at, d = ({n: torch.stack([x[n], 1.5 * x[n]]) for n in batched} for x in (tensors, along))
+
+        def tangent(at: dict[str, Tensor], d: dict[str, Tensor]) -> Outputs:
+            return jvp(lambda part: function(tensors | part), (at,), (d,))[1]
+
+        each = [tangent(*({n: x[i] for n, x in batch.items()} for batch in (at, d))) for i in range(2)]
+        want = tuple(map(torch.stack, zip(*each, strict=True)))
+        torch.testing.assert_close(tuple(vmap(tangent)(at, d)), want)
+        torch.testing.assert_close(tuple(jvp(vmap(lambda part: function(tensors | part)), (at,), (d,))[1]), want)
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d", "fused_kda_gate"])
+def test_linearized(name: str) -> None:
+    """What is traced once may be split into what depends on tangents and what does not: nothing is written twice."""
+    function, tensors = FUNCTIONS[name]()
+    along = directions(tensors)
+    values, want = jvp(function, (tensors,), (along,))
+    found, linear = linearize(function, tensors)
+    torch.testing.assert_close(found, values)
+    torch.testing.assert_close(linear(along), want)
 
 
 @pytest.mark.parametrize("name", ["chunk_kda", "causal_conv1d", "fused_kda_gate"])

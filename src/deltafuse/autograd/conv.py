@@ -46,6 +46,7 @@ def _compute(
     output_final_state: bool,
     own: bool,
     known: dict[Any, Any] | None = None,
+    in_place: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     if own:
         check_once(x, cu_seqlens, cu_seqlens_cpu)
@@ -54,7 +55,7 @@ def _compute(
     checked_bounds(x, cu_seqlens, cu_seqlens_cpu)
     bounds = _bounds(x, cu_seqlens, cu_seqlens_cpu)
     with without_autocast(x):
-        return conv_forward(x, weight, bias, residual, initial_state, bounds, silu, output_final_state)
+        return conv_forward(x, weight, bias, residual, initial_state, bounds, silu, output_final_state, in_place)
 
 
 @torch.library.custom_op(
@@ -202,7 +203,7 @@ def conv(call: ConvCall, plan: Plan) -> tuple[Tensor, Tensor | None]:
             p.silu, p.output_final_state, own,
         )  # fmt: skip
         if p.tangents:
-            y, state = _compute(*given)
+            y, state = _compute(*given, in_place=False)
         elif not own or observed(*given[:7]):
             y, state = _observed(*given)
         else:

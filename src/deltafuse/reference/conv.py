@@ -10,11 +10,29 @@ never multiplied by zero, so that one sequence's infinities stay out of the othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Writes:
+    """How one tensor is made of another and more: into its memory, or into memory of its own."""
+
+    add: Callable[..., Tensor]
+    addcmul: Callable[..., Tensor]
+    silu: Callable[[Tensor], Tensor]
+    index_copy: Callable[..., Tensor]
+
+
+_INTO = _Writes(Tensor.add_, Tensor.addcmul_, partial(F.silu, inplace=True), Tensor.index_copy_)
+_APART = _Writes(torch.add, torch.addcmul, F.silu, torch.index_copy)
+"""For functional transforms: what they add to a tensor, a batch for one, has no room in the memory of one that is without it."""
 
 
 class _Stream(Protocol):
@@ -23,7 +41,7 @@ class _Stream(Protocol):
     Tensors over the whole stream are `[S, R, D]`, those over its outputs (the rows from W on) `[S, R - W, D]`.
     """
 
-    def lay(self, x: Tensor, state: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def lay(self, x: Tensor, state: Tensor | None, dtype: torch.dtype, writes: _Writes = _INTO) -> Tensor:
         """The stream of tokens `[B, T, D]` behind states `[N, W, D]`."""
         ...
 
@@ -58,11 +76,10 @@ class _Batch:
     def __init__(self, x: Tensor, width: int) -> None:
         self.size, self.width = x.shape[1], width
 
-    def lay(self, x: Tensor, state: Tensor | None, dtype: torch.dtype) -> Tensor:
-        stream = x.new_empty((x.shape[0], self.width + self.size, x.shape[2]), dtype=dtype)
-        stream[:, : self.width] = 0 if state is None else state
-        stream[:, self.width :] = x
-        return stream
+    def lay(self, x: Tensor, state: Tensor | None, dtype: torch.dtype, writes: _Writes = _INTO) -> Tensor:
+        if state is None:
+            state = x.new_zeros((x.shape[0], self.width, x.shape[2]), dtype=dtype)
+        return torch.cat([state.to(dtype), x], 1)
 
     def spread(self, tokens: Tensor) -> Tensor:
         return tokens
@@ -98,11 +115,11 @@ class _Packed:
         self.first_rows = (bounds[:-1, None] + state).flatten()
         self.last_rows = (bounds[1:, None] + state).flatten()
 
-    def lay(self, x: Tensor, state: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def lay(self, x: Tensor, state: Tensor | None, dtype: torch.dtype, writes: _Writes = _INTO) -> Tensor:
         stream = x.new_zeros((1, self.rows, x.shape[2]), dtype=dtype)
-        stream.index_copy_(1, self.token_outputs + self.width, x.to(dtype))
+        stream = writes.index_copy(stream, 1, self.token_outputs + self.width, x.to(dtype))
         if state is not None:
-            stream.index_copy_(1, self.first_rows, state.to(dtype).flatten(0, 1).unsqueeze(0))
+            stream = writes.index_copy(stream, 1, self.first_rows, state.to(dtype).flatten(0, 1).unsqueeze(0))
         return stream
 
     def spread(self, tokens: Tensor) -> Tensor:
@@ -138,7 +155,7 @@ def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous copy with memory of its own."""
-    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,13 +167,13 @@ def _state_rows(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.transpose(1, 2)
 
 
-def _convolve(stream: Tensor, taps: Tensor) -> Tensor:
+def _convolve(stream: Tensor, taps: Tensor, writes: _Writes = _INTO) -> Tensor:
     """The sums `[S, R - W, D]` that end at row W, W + 1, ... of the stream."""
     width = taps.shape[0]
     count = stream.shape[1] - width
     outputs = stream[:, 1 : 1 + count] * taps[0]
     for w in range(1, width):
-        outputs.addcmul_(stream[:, 1 + w : 1 + w + count], taps[w])
+        outputs = writes.addcmul(outputs, stream[:, 1 + w : 1 + w + count], taps[w])
     return outputs
 
 
@@ -169,18 +186,23 @@ def conv_forward(
     bounds: Tensor | None,
     silu: bool,
     output_final_state: bool,
+    in_place: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`y` `[B, T, D]` and the last W inputs `[N, D, W]` of every sequence, both in x's dtype."""
+    """`y` `[B, T, D]` and the last W inputs `[N, D, W]` of every sequence, both in x's dtype.
+
+    Without `in_place` no tensor is written twice, as functional transforms want it.
+    """
+    writes = _INTO if in_place else _APART
     dtype = _compute_dtype(x, weight, bias, residual, initial_state)
     lie = _stream(x, weight.shape[1], bounds)
-    stream = lie.lay(x, _state_rows(initial_state), dtype)
-    y = lie.tokens(_convolve(stream, _taps(weight, dtype)))
+    stream = lie.lay(x, _state_rows(initial_state), dtype, writes)
+    y = lie.tokens(_convolve(stream, _taps(weight, dtype), writes))
     if bias is not None:
-        y += bias
+        y = writes.add(y, bias)
     if silu:
-        F.silu(y, inplace=True)
+        y = writes.silu(y)
     if residual is not None:
-        y += residual
+        y = writes.add(y, residual)
     state = _fresh(lie.last(stream).transpose(1, 2), x.dtype) if output_final_state else None
     return y.to(x.dtype), state
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 ROW = 128
 BYTES = 64 * ROW
+ELEMENTS = 64 * 64
 STRIP_ROW = 32
 STRIP = 64 * STRIP_ROW
 STRIPS_BYTES = 4 * STRIP - (16 + 32 + 48) * STRIP_ROW

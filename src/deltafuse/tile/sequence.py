@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 CHUNK = 64
 
@@ -32,11 +32,10 @@ def base_slot(mCu: cute.Tensor, n: Int32) -> Int32:
 
 
 @cute.jit
-def chunk_of_slot(mCu: cute.Tensor, slot: Int32, tokens: Int32 | None = None):
+def chunk_of_slot(mCu: cute.Tensor, slot: Int32, tokens: Int32):
     """(first token, number of tokens) of a slot of packed sequences; no tokens where the slot is nobody's. To be called by whole warps.
 
-    `tokens`: how many there are; without it the result is as good as the bounds. A search of base slots, which grow strictly with n, 32 at
-    a time.
+    `tokens`: how many there are. A search of base slots, which grow strictly with n, 32 at a time.
     """
     lane = cute.arch.lane_idx()
     n = Int32(0)
@@ -50,9 +49,6 @@ def chunk_of_slot(mCu: cute.Tensor, slot: Int32, tokens: Int32 | None = None):
         found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(below != 0)) - 1, 0)
         n += found * step
         left = cutlass.min(step, left - found * step)
-    first = Int32(mCu[n]) + (slot - base_slot(mCu, n)) * CHUNK
-    rows = CHUNK
-    if const_expr(tokens is not None):
-        first = cutlass.max(first, 0)
-        rows = cutlass.min(tokens - first, CHUNK)
+    first = cutlass.max(Int32(mCu[n]) + (slot - base_slot(mCu, n)) * CHUNK, 0)
+    rows = cutlass.min(tokens - first, CHUNK)
     return first, cutlass.min(Int32(mCu[n + 1]) - first, rows)

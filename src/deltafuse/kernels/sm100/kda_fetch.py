@@ -11,11 +11,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...tile.bulk import bulk_load
 from ...tile.panel import BYTES as PANEL_BYTES
+from ...tile.panel import ELEMENTS as PANEL
 from ...tile.panel import ROW, vector_offset
 from ...tile.ptx import load_shared, store_shared
 from ..config import CHUNK
-
-PANEL = 64 * 64
 
 
 class Fetch:

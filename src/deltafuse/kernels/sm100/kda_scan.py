@@ -81,12 +81,13 @@ from cutlass.memory import SmemAllocator
 from ...tile.arguments import DTYPES
 from ...tile.matrices import load_transposed, store_transposed
 from ...tile.panel import BYTES as PANEL_BYTES
+from ...tile.panel import ELEMENTS as PANEL
 from ...tile.panel import vector_offset
 from ...tile.ptx import exp2, fma, load_shared, pack, store_global, unpack
 from ...tile.sequence import tokens_of
 from ...tile.tensor import fence_after, fence_before, lanes, load_fp32, store_pairs, wait_loads, wait_stores
 from ..config import CHUNK, BlackwellScanConfig
-from .kda_fetch import PANEL, Fetch
+from .kda_fetch import Fetch
 from .plan import STATE_STAGES, plan
 
 THREADS = 384

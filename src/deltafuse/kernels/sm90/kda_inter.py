@@ -69,14 +69,13 @@ from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import linear, pack2
 from ...tile.lanes import reduce_scatter, sum_lanes
 from ...tile.panel import BYTES, vector_offset
+from ...tile.panel import ELEMENTS as PANEL
 from ...tile.ptx import fma, load_shared, select, store_global, store_shared, unpack
 from ...tile.sequence import chunk_of_slot
 from ...tile.wgmma import product
 from ..config import CHUNK, InterConfig
 
 SHARED_MEMORY = 227 * 1024
-PANEL = 64 * 64
-"""Elements of a panel."""
 
 QG, KD, KG = 0, 1, 2
 """Order of dfactors; the factors themselves are kd, qg, kg."""

@@ -63,10 +63,11 @@ from cutlass.tensor_utils import LayoutEnum
 from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, words
+from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
 from ...tile.wgmma import product
 from ..config import CHUNK, ReverseConfig
-from .kda_scan import PANEL, SHARED_MEMORY, KdaScan
+from .kda_scan import SHARED_MEMORY, KdaScan
 
 
 class KdaReverse(KdaScan):
@@ -225,10 +226,7 @@ class KdaReverse(KdaScan):
             if const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(240)
             self.consume(s, early, late, values, mDht, mDh0, mDv, tma_y, tY, tma_dv, tDv, tma_s, tS, at, warp_idx)
-        if const_expr(self.cluster > 1):
-            # The other CTA's copies and releases reach this one's shared memory.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        self.finish()
 
     def shared(self):
         """Shared memory: raw pointers for bulk copies, tensors for the rest."""

@@ -73,6 +73,7 @@ from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
 from ...tile.early import early_start
 from ...tile.fragments import keep_columns, round_to, widen
+from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
 from ...tile.ptx import store_shared
 from ...tile.sequence import tokens_of
@@ -81,8 +82,6 @@ from ...tile.wgmma import product
 from ..config import CHUNK, ScanConfig
 
 SHARED_MEMORY = 227 * 1024
-PANEL = 64 * 64
-"""Elements of a panel: 64 rows of 64 columns."""
 
 
 class KdaScan:

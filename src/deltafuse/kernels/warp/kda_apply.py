@@ -29,10 +29,9 @@ from ...tile.bulk import bulk_load
 from ...tile.matrices import load, load_transposed, store
 from ...tile.mma import mma_16bit
 from ...tile.panel import BYTES, vector_offset
+from ...tile.panel import ELEMENTS as PANEL
 from ...tile.ptx import pack
 from ..config import ApplyConfig
-
-PANEL = 64 * 64
 
 
 class KdaApply:

@@ -563,15 +563,16 @@ def recurrent_gates(
     check_tensor("gk", gk, (*per_head, q.shape[3]), device=q.device, axes="[B, T, HV, K]")
     if g is None:
         return gk, True, beta, False
+    # The sum of the two logarithms is in float32 or better, whatever they come in.
+    dtype = torch.promote_types(g.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    g = g.to(dtype)
     if use_gate:
         if a_log is None:
             fail("A_log", None, "a tensor [HV] with use_gate_in_kernel=True")
         rate = _parameter("A_log", a_log, v.shape[2], "[HV]", q.device)
         bias = _parameter("dt_bias", dt_bias, v.shape[2], "[HV]", q.device)
         assert rate is not None
-        # The raw gate and a decay per key dimension: the sum of the two logarithms, in float32 or better.
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        z = g.to(dtype) if bias is None else g.to(dtype) + bias.to(dtype)
+        z = g if bias is None else g + bias.to(dtype)
         g = -rate.to(dtype).exp() * torch.logaddexp(z, z.new_zeros(()))
     return g.unsqueeze(-1) + gk, True, beta, False
 

@@ -408,3 +408,17 @@ def test_gated_delta_rule_takes_initial_states_of_any_float_dtype() -> None:
     (grad,) = torch.autograd.grad(o.sum(), start)
     assert grad.dtype == torch.bfloat16
     assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float16, torch.bfloat16])
+def test_two_gates_add_up_in_full_precision(gate_dtype: torch.dtype) -> None:
+    """g and gk in 16 bits give what the same numbers in float32 give."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gk = (torch.randn(1, 40, 2, 16, generator=generator) for _ in range(4))
+    g, beta = (torch.rand(1, 40, 2, generator=generator) for _ in range(2))
+    g, gk = (-g).to(gate_dtype), (-gk.abs()).to(gate_dtype)
+    half, full = (
+        deltafuse.fused_recurrent_gated_delta_rule(q, k, v, g=x, gk=y, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+        for x, y in ((g, gk), (g.float(), gk.float()))
+    )
+    assert torch.equal(half, full)

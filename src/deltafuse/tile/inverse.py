@@ -20,8 +20,10 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .mma import split_tf32, sum_3xtf32
-from .ptx import fma, load_shared, select, store_shared
+from .ptx import barrier_of, fma, load_shared, select, store_shared
 
+PAIRS, HALVES = 5, 7
+"""The first of two barriers each."""
 STRIDE = 72
 BYTES = 64 * STRIDE * 4
 
@@ -96,10 +98,10 @@ def _store_minus(address, column, c):
     store_shared(address, at(8, column), [-c[2], -c[3]])
 
 
-def combine_16(sL, sM, warp, lane):
-    """Blocks (1, 0) and (3, 2) of M, a warp (0 to 3) for 8 columns of one: -(M_22 L_21) M_11."""
+def combine_16(sL, sM, block, lane):
+    """Blocks (1, 0) and (3, 2) of M, the warp of a diagonal block for 8 columns of its pair's one: -(M_22 L_21) M_11."""
     r, t = lane // 4, lane % 4
-    pair, part = warp // 2, warp % 2
+    pair, part = block // 2, block % 2
     corner = at(32 * pair, 32 * pair)
     a = sM + corner + at(r, 2 * t)
     b = corner + at(2 * t, r)
@@ -153,14 +155,22 @@ def multiply(acc, a, b, first: cutlass.Constexpr):
 
 
 @cute.jit
+def invert_pair(sL, sM, block, lane):
+    """Of M two diagonal blocks and the block below the first one, by the two warps whose blocks they are; L's are complete there."""
+    invert_block(sL, sM, block, lane)
+    barrier_of(block // 2, 64, PAIRS)
+    combine_16(sL, sM, block, lane)
+
+
+@cute.jit
 def invert_rest(sL, sM, warp, lane):
-    """All of M below the diagonal blocks, which `invert_block` has made. 8 warps together, L and these blocks complete in shared memory
-    after the first barrier here, M after the last; blocks of M above its diagonal hold other numbers."""
-    cute.arch.sync_threads()
-    if warp < 4:
-        combine_16(sL, sM, warp, lane)
+    """Rows 32..63 and columns 0..31 of M. 8 warps together; L and what `invert_pair` makes are complete after the first barrier here.
+
+    Warps 0 to 3 and 4 to 7 go on by themselves, and so does what follows: those have rows 32..47 complete, these 48..63; blocks of M
+    above its diagonal hold other numbers.
+    """
     cute.arch.sync_threads()
     multiply_left(sL, sM, warp, lane)
-    cute.arch.sync_threads()
+    barrier_of(warp // 4, 128, HALVES)
     multiply_right(sM, warp, lane)
-    cute.arch.sync_threads()
+    barrier_of(warp // 4, 128, HALVES)

@@ -106,13 +106,13 @@ def store_global(address, offset, values):
     asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
 
 
-def barrier_of(group, threads):
-    """A barrier of the `threads` threads of group 0, 1, 2 or 3; barrier 0 of the CTA is free. Written out, since a number in a register
+def barrier_of(group, threads, first=1, groups=2):
+    """A barrier of the `threads` threads of each of some groups, of numbers from `first` on. Written out, since a number in a register
     takes all 16 of them."""
-    text = " ".join(f"setp.eq.s32 p{i}, $0, {i};" for i in range(4)) + "".join(
-        f"\n@p{i} bar.sync {i + 1}, {threads};" for i in range(4)
-    )
-    asm(f"{{\n.reg .pred p0, p1, p2, p3;\n{text}\n}}", [], [Int32(group)])
+    names = [f"p{i}" for i in range(groups)]
+    text = " ".join(f"setp.eq.s32 {p}, $0, {i};" for i, p in enumerate(names))
+    text += "".join(f"\n@{p} bar.sync {first + i}, {threads};" for i, p in enumerate(names))
+    asm(f"{{\n.reg .pred {', '.join(names)};\n{text}\n}}", [], [Int32(group)])
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
         else:
-            inverse.invert_block(sAll, sAll + self.at_m, block, lane)
+            inverse.invert_pair(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
         inverse.invert_rest(sAll, sAll + self.at_m, warp, lane)
         self.write_inverse(image, sAll, rows, warp, lane)
@@ -670,7 +670,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
                         [select(half, x, y) for x, y in zip(sums[0][n], sums[1][n], strict=True)],
                     )
         # The own block's sums, too, lie where Aqk goes.
-        barrier_of(block, 64)
+        barrier_of(block, 64, groups=4)
         self.write_scores(own, beta, role, block, True)
         for b in cutlass.range_constexpr(3):
             if b < block:

@@ -46,23 +46,25 @@ class ScoresOut:
 
         Of strips, which come without M, the rows' columns up to their block.
         """
+        # Rows 0 to 15 and 32 to 47 are complete for warps 0 to 3, the others for 4 to 7.
+        eight = warp // 4 * 2 + warp % 4 // 2 * 4 + warp % 2
         if const_expr(self.config.strips):
             # Eight lanes read two rows two apart: all banks.
-            row = 8 * warp + lane // 16 * 4 + lane // 4 % 2 * 2 + lane // 8 % 2
+            row = 8 * eight + lane // 16 * 4 + lane // 4 % 2 * 2 + lane // 8 % 2
             at = sAll + self.at_m + inverse.at(row, lane % 4 * 4)
             to = image + Int64(panel.strip_vector_offset(row, lane % 4 // 2) + lane % 2 * 8)
             beta = [load_shared(sAll + self.at_beta + lane % 4 * 16, 64 * s, 4) for s in range(4)]
             m = [load_shared(at, 64 * s, 4) for s in range(4)]
             for s in cutlass.range_constexpr(4):
-                if s <= warp // 2:
+                if s <= eight // 2:
                     words = self.packed([a * b for a, b in zip(m[s], beta[s], strict=True)])
                     store_global(to, panel.packed_strip(s), words)
         else:
             column = lane % 16 * 4
-            valid = Int32(column // 16 <= warp // 2)
+            valid = Int32(column // 16 <= eight // 2)
             beta = load_shared(sAll + self.at_beta + column * 4, 0, 4)
             for i in cutlass.range_constexpr(0, 8, 2):
-                row = 8 * warp + i + lane // 16
+                row = 8 * eight + i + lane // 16
                 m = load_shared_if(sAll + self.at_m + inverse.at(row, column), 0, 4, valid, Float32)
                 to = image + Int64(panel.vector_offset(row, column // 8) + lane % 2 * 8)
                 store_global(to, 0, self.packed([a * b for a, b in zip(m, beta, strict=True)]))

@@ -54,11 +54,13 @@ class Case:
             self.out["beta"] = torch.full((slots, hv, 64), NAN)
         if self.config.bound:
             self.out["bound"] = torch.full((slots, hv), NAN)
+            # More units than there are slots: packed sequences may be that many.
+            self.out["early"] = torch.full((2 * slots + 1, hv), -9, dtype=torch.int32)
         args = [x.get(n) for n in ("q", "k", "g", "beta", "a_log", "dt_bias", "cu_seqlens")]
         (launched,) = ptxemu.run(
             _compiled(self.config, self.arch),
             *args,
-            *(self.out.get(n) for n in ("factors", "scores", "decay", "beta", "bound")),
+            *(self.out.get(n) for n in ("factors", "scores", "decay", "beta", "bound", "early")),
             self.scale,
             self.lower_bound,
             self.beta_limit,

@@ -187,15 +187,17 @@ def backward(
     numbers = (flags.scale, flags.lower_bound, flags.beta_limit)
     made = kept or room_for_kept(q, v, sequences, cu_seqlens is not None)
     factors, scores, decay, beta_eff, hs, room = made
-    bound = room if own.prepare.bound else None
+    bound = early = None
+    if own.prepare.bound:
+        bound, early = room, q.new_empty((sequences * own.segments, value_heads), dtype=torch.int32)
     if kept is None:
         load("warp.kda_prepare", own.prepare, arch)(
-            *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, *numbers
+            *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, early, *numbers
         )
     given = _Given(factors, scores, decay, beta_eff, bound, v, do, cu_seqlens, own, arch, load, may_end_early)
     shape = (sequences, value_heads, value_dim, key_dim)
     if kept is None:
-        _states(given, shape, hs, initial_state, flags.state_v_first)
+        _states(given, shape, hs, initial_state, early, flags.state_v_first)
     y, dv, dhs, dh0 = _reverse(given, shape, grad_state, flags.state_v_first, initial_state is not None)
     dfactors, dscores = q.new_empty((*head, 3, 64, key_dim)), q.new_empty((*head, 2, 64, 64))
     known = ((64, key_dim), (1 + key_dim // 64, 64))
@@ -269,16 +271,19 @@ def _cut(state: Tensor, key_dim: int, value_dim: int, v_first: bool) -> Tensor:
     return state[..., :rows, :columns].contiguous()
 
 
-def _states(given: _Given, shape: tuple[int, ...], hs: Tensor, initial_state: Tensor | None, v_first: bool) -> None:
+def _states(
+    given: _Given, shape: tuple[int, ...], hs: Tensor, initial_state: Tensor | None, early: Tensor | None, v_first: bool
+) -> None:
     """Write the state at the start of every chunk, hs [slots, HV, V, K] in the io dtype."""
     k = given.kernels
     value_dim, key_dim = shape[2:]
     h0 = None if initial_state is None else _v_first(initial_state.detach(), key_dim, value_dim, v_first)
-    early, length = None, (k.segments, k.segment_chunks)
+    length = (k.segments, k.segment_chunks)
     operands = (given.factors, given.scores, given.decay)
     if k.segments > 1:
-        h0, early = segment_states(
-            (k.over_segments, k.combine), given.load, given.arch, operands, given.v, h0, None, given.cu_seqlens, given.bound, *length
+        h0 = segment_states(
+            (k.over_segments, k.combine), given.load, given.arch, operands, given.v, h0, None, given.cu_seqlens, given.bound, early,
+            *length,
         )  # fmt: skip
     given.load("sm90.kda_scan", k.scan, given.arch)(
         *operands, given.v, h0, given.cu_seqlens, None, None, hs, None, early, *length

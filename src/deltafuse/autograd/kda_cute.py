@@ -247,6 +247,7 @@ class Form:
     scores: Maker
     decay: Maker
     bound: Maker
+    early: Maker
     output: Maker
     final: Maker
     states: Maker
@@ -280,7 +281,7 @@ class Form:
             None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads, key_dim, value_dim,
             (width, value_width), sequences, head[0], inner,
             factors=room(*head, 3, key_dim // 64, 64, 64), scores=room(*head, 2, 64, 64), decay=room(*head, key_dim, **wide),
-            bound=room(*head, **wide), output=room(batch, tokens, value_heads, value_dim),
+            bound=room(*head, **wide), early=room(sequences * kernels.schedule.segments, value_heads, dtype=torch.int32), output=room(batch, tokens, value_heads, value_dim),
             final=room(sequences, value_heads, *inner, **wide), states=room(*head, *inner),
         )  # fmt: skip
 
@@ -353,7 +354,7 @@ def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
         given = inputs
     q, k, v, g, beta, a_log, dt_bias, h0, cu_seqlens = given
     flags = form.flags
-    kept = beta_eff = hs = bound = None
+    kept = beta_eff = hs = bound = early = None
     if flags.keep:
         kept = room_for_kept(q, v, form.sequences, cu_seqlens is not None)
         factors, scores, decay, beta_eff, hs, bound = kept
@@ -361,11 +362,12 @@ def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
         factors, scores, decay = form.factors(), form.scores(), form.decay()
     if not form.kernels.prepare.bound:
         bound = None
-    elif bound is None:
-        bound = form.bound()
+    else:
+        bound = form.bound() if bound is None else bound
+        early = form.early()
     form.prepare(
-        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, flags.scale, flags.lower_bound,
-        flags.beta_limit,
+        q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, early, flags.scale,
+        flags.lower_bound, flags.beta_limit,
     )  # fmt: skip
     operands = (factors, scores, decay)
     if form.scan is None:
@@ -380,11 +382,11 @@ def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
     o = form.output()
     if may_end_early:
         o.zero_()
-    used, early = form.kernels, None
+    used = form.kernels
     length = (used.schedule.segments, used.schedule.segment_chunks)
     if used.schedule.segments > 1:
-        h0, early = segment_states(
-            (used.over_segments, used.combine), form.load, form.arch, operands, v, h0, ht, cu_seqlens, bound, *length
+        h0 = segment_states(
+            (used.over_segments, used.combine), form.load, form.arch, operands, v, h0, ht, cu_seqlens, bound, early, *length
         )
     form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, *length)
     if kept is not None:
@@ -402,10 +404,11 @@ def segment_states(
     ht: Tensor | None,
     cu_seqlens: Tensor | None,
     bound: Tensor | None,
+    early: Tensor | None,
     segments: int,
     segment_chunks: int,
-) -> tuple[Tensor, Tensor]:
-    """Segments' initial states, and the codes (`tile.early`) of segments, of which some have none.
+) -> Tensor:
+    """Segments' initial states, of which some have none: `early` then holds the segments' codes (`tile.early`), no longer undecided.
 
     Writes the final state `ht`, where it is wanted, of sequences whose last segment does not start early. States are in the layout of the
     second config, `ends` and `maps` transposed.
@@ -419,11 +422,10 @@ def segment_states(
     ends = decay.new_empty((units, heads, value_dim, key_dim))
     maps = decay.new_empty((units, heads, key_dim, key_dim))
     starts = decay.new_empty((units, heads, *inner))
-    early = decay.new_empty((units, heads), dtype=torch.int32)
     launch = load("sm90.kda_segments", over_segments, arch)
     launch(*operands, v, cu_seqlens, ends, maps, bound, early, segments, segment_chunks)
     load("warp.kda_combine", combine, arch)(ends, maps, h0, starts, ht, early, segments)
-    return starts, early
+    return starts
 
 
 def room_for_kept(q: Tensor, v: Tensor, sequences: int, packed: bool) -> Kept:

@@ -10,10 +10,12 @@ A segment's code, which the kernel for segments' ends and maps writes down for t
     W > 0   it starts W chunks early
     0       it starts from the state that the combination finds (segment 0: the sequence's initial state)
     -1      its sequence has one segment only: there is nothing to combine
+    -2      nobody has decided yet: `warp.kda_prepare` writes it, before the pass that decides can start
 
 A code depends on the chunks before its segment alone, so that no later token changes a bit of an earlier output. Segments behind the end
 have the code of its last one. A segment's end is needed where the next one's code is 0 (the last one's where its own is); that of
-a segment which starts early itself is the state that leaves it, else its transition is needed too. Gradients of states go the other way,
+a segment which starts early itself is the state that leaves it, else its transition is needed too. The last pass asks for its unit's code until there is
+one: what starts early does not wait for the combination. Gradients of states go the other way,
 with the chunks behind a segment; there the last segment and those behind the end have code 0.
 """
 
@@ -25,12 +27,13 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from .ptx import select
+from .ptx import load_acquire, select, store_global, store_release
 
 LIMIT = -96.0
 """Of a sum of bounds: a segment starts early at this or less."""
+UNDECIDED = -2
 REACH = 16
 """Chunks by which a segment starts early at most."""
 
@@ -67,6 +70,38 @@ def codes(
 
 
 @cute.jit
+def nothing_decided(mEarly: cute.Tensor):
+    """No unit has a code, says one thread of every CTA; kernels after this one may start once all have said so, if no other thread lets them."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    count = mEarly.shape[0] * mEarly.shape[1]
+    if block < count:
+        for i in cutlass.range(block, count, blocks, unroll=1):
+            store_global(_code_at(mEarly) + Int64(i) * 4, 0, [Int32(UNDECIDED)])
+        cute.arch.fence_acq_rel_gpu()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def decide(mEarly: cute.Tensor, unit: Int32, hv: Int32, code: Int32):
+    """A unit's code, for passes that may be running; one thread calls."""
+    store_release(_code_at(mEarly, unit, hv), code)
+
+
+@cute.jit
+def decided(mEarly: cute.Tensor, unit: Int32, hv: Int32):
+    """A unit's code, once there is one. Then all is there that the kernels before the pass that decides have written."""
+    code = load_acquire(_code_at(mEarly, unit, hv))
+    while code == UNDECIDED:
+        code = load_acquire(_code_at(mEarly, unit, hv))
+    return code
+
+
+def _code_at(mEarly, unit=0, hv=0):
+    return mEarly.iterator.toint() + (Int64(unit) * mEarly.shape[1] + hv) * 4
+
+
+@cute.jit
 def early_start(
     mBound: cute.Tensor | None,
     mEarly: cute.Tensor | None,
@@ -78,22 +113,26 @@ def early_start(
     base: Int32,
     total: Int32,
     chunks: Int32,
-    decide: cutlass.Constexpr[bool],
+    how: cutlass.Constexpr[str],
     initial: cutlass.Constexpr[bool],
     transition: cutlass.Constexpr[bool],
     back: cutlass.Constexpr[bool],
 ):
     """A unit's `code`; `skip` chunks without output; `out`, where its last state goes, and `ends`: whether it is wanted there.
 
-    `base` and `total` are the first slot and the chunks of its sequence, `chunks` its own. `decide`: by the bounds, found by whole warps,
-    else as `mEarly` says; `initial`: in the last pass, which reads initial states; `transition`: the last state is a map of states.
+    `base` and `total` are the first slot and the chunks of its sequence, `chunks` its own. `how`: "decide" by the bounds, found by whole warps,
+    "follow" what `mEarly` says, "await" it; `initial`: in the last pass, which reads initial states; `transition`: the last state is a map of states.
     """
-    if const_expr(decide):
+    if const_expr(how == "decide"):
         code, following = codes(mBound, hv, base, total, segment, segment_chunks, back)
     else:
-        code = mEarly[unit, hv]
         step = const_expr(-1 if back else 1)
-        following = mEarly[unit - segment + cutlass.min(cutlass.max(segment + step, 0), segments - 1), hv]
+        neighbour = unit - segment + cutlass.min(cutlass.max(segment + step, 0), segments - 1)
+        if const_expr(how == "follow"):
+            code, following = mEarly[unit, hv], mEarly[neighbour, hv]
+        else:
+            code = decided(mEarly, unit, hv)
+            following = Int32(0) if const_expr(initial) else decided(mEarly, neighbour, hv)
     out = unit
     if const_expr(initial):
         # A sequence's last state, from the one unit that ends with it.

@@ -37,3 +37,12 @@ def strip_vector_offset(row, vector):
 def packed_strip(s):
     """Where row 0 of strip s would be in global memory: its first row there is 16 s."""
     return s * STRIP - s * (s + 1) // 2 * (16 * STRIP_ROW)
+
+
+ZEROS = (BYTES - STRIPS_BYTES) // 16
+"""Vectors of 16 bytes of a panel's strips in shared memory that global memory does not hold."""
+
+
+def zeros_vector(i):
+    """Which vector of the strips the i-th of them is: 32 at the start of strip 1, 64 of strip 2, 96 of strip 3."""
+    return i + 128 + (i + 224) // 256 * 96 + (i + 160) // 256 * 64

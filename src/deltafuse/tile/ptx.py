@@ -106,6 +106,16 @@ def store_global(address, offset, values):
     asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
 
 
+def load_acquire(address):
+    """32 bits at a global address, and all that came before the `store_release` that another CTA may have put them there by."""
+    return asm("ld.acquire.gpu.global.b32 $0, [$1];", [Int32], [Int64(address)])
+
+
+def store_release(address, value):
+    """The other half of `load_acquire`."""
+    asm("st.release.gpu.global.b32 [$0], $1;", [], [Int64(address), Int32(value)])
+
+
 def barrier_of(group, threads, first=1, groups=2):
     """A barrier of the `threads` threads of each of some groups, of numbers from `first` on. Written out, since a number in a register
     takes all 16 of them."""

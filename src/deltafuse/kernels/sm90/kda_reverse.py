@@ -67,7 +67,7 @@ from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
 from ...tile.wgmma import product
 from ..config import CHUNK, ReverseConfig
-from .kda_scan import SHARED_MEMORY, KdaScan
+from .kda_scan import RESERVED, SHARED_MEMORY, KdaScan
 
 
 class KdaReverse(KdaScan):
@@ -104,7 +104,7 @@ class KdaReverse(KdaScan):
         other = 512 + 2 * PANEL * self.groups * (
             self.v_stages * (not config.transition) + self.out_stages * (2 + self.panels) * config.readout
         )
-        self.stages = stages or min(4, (SHARED_MEMORY - other) // (self.early_bytes + self.late_bytes))
+        self.stages = stages or min(4, (SHARED_MEMORY - RESERVED - other) // (self.early_bytes + self.late_bytes))
 
     # ---------------------------------------------------------------------------------------------------------------- host
     @cute.jit

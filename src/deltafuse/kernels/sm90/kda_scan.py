@@ -71,7 +71,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ...tile import panel
 from ...tile.arguments import DTYPES, dense, row_major
 from ...tile.bulk import bulk_load, reads_done
-from ...tile.early import early_start
+from ...tile.early import decide, early_start
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
@@ -81,18 +81,25 @@ from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ScanConfig
 
-SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY = 228 * 1024
+RESERVED = 1024
+"""Of every CTA's."""
 
 
 class KdaScan:
     """The kernel for one `ScanConfig`.
 
     `stages`, `v_stages`, `o_stages` override the depth of its pipelines, `early` how many of the K / 16 steps of S^T qg^T are issued
-    before R is there.
+    before R is there. `blocks` CTAs share an SM.
     """
 
     back = False
     """Whether chunks come from the last to the first."""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the pass that decides which units start early may be running still."""
+        return self.config.early == "follow" and not self.back
 
     def __init__(
         self,
@@ -102,6 +109,7 @@ class KdaScan:
         v_stages: int | None = None,
         o_stages: int | None = None,
         early: int | None = None,
+        blocks: int = 1,
     ) -> None:
         if config.transition and (config.readout or config.states or config.initial):
             raise ValueError("transition: there is no output, no initial state and no states of chunks")
@@ -126,7 +134,7 @@ class KdaScan:
         other = 512 + 2 * PANEL * self.groups * (
             self.v_stages * (not config.transition) + self.o_stages * config.readout + self.panels * config.states
         )
-        self.stages = stages or min(4, (SHARED_MEMORY - other) // self.stage_bytes)
+        self.stages = stages or min(4, (SHARED_MEMORY // blocks - RESERVED - other) // self.stage_bytes)
 
     # ---------------------------------------------------------------------------------------------------------------- host
     @cute.jit
@@ -248,29 +256,43 @@ class KdaScan:
     ):
         s, operands, values = self.start()
         block, _, _ = cute.arch.block_idx()
-        self.work(
-            s, operands, values, block, sequences, tiles, segments, segment_chunks, mF, mM, mD, mH, mCu, mBound, mEarly, mHt, mO,
-            tma_v, tV, tma_o, tO, tma_s, tS,
-        )  # fmt: skip
+        where = (block, mF, mCu, mBound, mEarly, mO, sequences, tiles, segments, segment_chunks)
+        if const_expr(self.awaits):
+            # What starts early needs nothing of the passes before this one but its code, and that they have waited for those before them.
+            at = self.unit(*where)
+            self.ready()
+            cute.arch.fence_proxy("async")
+            if at.code <= 0:
+                cute.arch.griddepcontrol_wait()
+        else:
+            self.ready()
+            cute.arch.griddepcontrol_wait()
+            at = self.unit(*where)
+        self.work(s, operands, values, at, mF, mM, mD, mH, mEarly, mHt, mO, tma_v, tV, tma_o, tO, tma_s, tS)
         self.finish()
+        if const_expr(self.awaits):
+            # This grid does not end before those that it did not wait for.
+            cute.arch.griddepcontrol_wait()
 
     def start(self):
-        """Shared memory and pipelines, ready for use; the kernel before has ended."""
+        """Shared memory and pipelines."""
         s = self.shared()
         operands, values = self.pipelines(s)
-        self.clear_scores(s)
         cute.arch.mbarrier_init_fence()
         if self.cluster > 1:
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
+        self.clear_scores(s)
+        return s, operands, values
+
+    def ready(self):
+        """All that `start` does has been done. The kernel before has ended behind `griddepcontrol_wait`, and so have all before it, which
+        waited likewise: nothing is read or written earlier."""
+        if self.cluster > 1:
             cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         if not self.config.readout:
             # What comes after a pass over segments may be put on SMs as they become free.
             cute.arch.griddepcontrol_launch_dependents()
-        # The kernel before has ended from here on, and so have all before it: they waited likewise. Nothing is read or written earlier.
-        cute.arch.griddepcontrol_wait()
-        return s, operands, values
 
     def finish(self):
         if self.cluster > 1:
@@ -279,13 +301,9 @@ class KdaScan:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def work(
-        self, s, operands, values, block, sequences, tiles, segments, segment_chunks, mF, mM, mD, mH, mCu, mBound, mEarly, mHt, mO,
-        tma_v, tV, tma_o, tO, tma_s, tS,
-    ):  # fmt: skip
-        """What the CTA of index `block` does; absent tensors are None."""
+    def work(self, s, operands, values, at, mF, mM, mD, mH, mEarly, mHt, mO, tma_v, tV, tma_o, tO, tma_s, tS):
+        """What a CTA does with its unit; absent tensors are None."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = self.unit(block, mF, mCu, mBound, mEarly, mO, sequences, tiles, segments, segment_chunks)
         self.pass_on(mEarly, at, warp_idx)
         if warp_idx >= 4 * self.groups:
             if const_expr(self.groups > 1):
@@ -325,9 +343,9 @@ class KdaScan:
         """Zeros where strips have them, for good: no copy writes there."""
         if const_expr(self.config.strips):
             tid, _, _ = cute.arch.thread_idx()
-            vectors = const_expr(self.stages * self.readers * panel.BYTES // 16)
-            for i in cutlass.range(tid, vectors, self.threads, unroll=1):
-                store_shared(s.scores_at.toint() + i * 16, 0, [Uint32(0)] * 4)
+            for i in cutlass.range(tid, const_expr(self.stages * self.readers * panel.ZEROS), self.threads, unroll=1):
+                at = i // panel.ZEROS * panel.BYTES + panel.zeros_vector(i % panel.ZEROS) * 16
+                store_shared(s.scores_at.toint() + at, 0, [Uint32(0)] * 4)
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def pipelines(self, s):
@@ -366,7 +384,8 @@ class KdaScan:
         chunks = cutlass.min(segment_chunks, total - first)
         early = SimpleNamespace(code=Int32(0), skip=Int32(0), out=unit, ends=Int32(1))
         if const_expr(self.config.early != ""):
-            kind = (self.config.early == "decide", self.config.initial, self.config.transition, self.back)
+            how = const_expr("await" if self.awaits else self.config.early)
+            kind = (how, self.config.initial, self.config.transition, self.back)
             where = (hv, unit, segment, segments, segment_chunks, base, total, chunks)
             early = early_start(mBound, mEarly, *where, *kind)
             if const_expr(not self.config.initial):
@@ -389,7 +408,7 @@ class KdaScan:
         if const_expr(self.config.early == "decide" and mEarly is not None):
             if (at.tile == 0) & (warp_idx == 0):
                 with cute.arch.elect_one():
-                    mEarly[at.unit, at.hv] = at.code
+                    decide(mEarly, at.unit, at.hv, at.code)
 
     # ------------------------------------------------------------------------------------------------------------- producers
     @cute.jit

@@ -29,13 +29,17 @@ from ..config import ScanConfig, SegmentsConfig
 from .kda_scan import KdaScan
 
 
+BLOCKS = 2
+"""CTAs an SM."""
+
+
 class KdaSegments:
     """The kernel for one `SegmentsConfig`; `stages`, `v_stages` override the depth of its pipelines."""
 
     def __init__(self, config: SegmentsConfig, *, stages: int | None = None, v_stages: int | None = None) -> None:
         self.config = config
         common = dict(vars(config), state_v_first=True, readout=False, final=True, early="decide")
-        self.ends = KdaScan(ScanConfig(**common), stages=stages, v_stages=v_stages)
+        self.ends = KdaScan(ScanConfig(**common), stages=stages, v_stages=v_stages, blocks=BLOCKS)
         self.maps = KdaScan(ScanConfig(**common, transition=True), stages=self.ends.stages, v_stages=self.ends.v_stages)
 
     @cute.jit
@@ -70,7 +74,8 @@ class KdaSegments:
             block=(self.ends.threads, 1, 1),
             cluster=(self.config.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=BLOCKS,
+            preferred_smem_carveout=100,
             use_pdl=True,
         )  # fmt: skip
 
@@ -94,17 +99,16 @@ class KdaSegments:
         segment_chunks: Int32,
     ):
         shared = self.ends.start()
+        self.ends.ready()
+        cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
+        length = (segments, segment_chunks)
         if block < first_map:
-            self.ends.work(
-                *shared, block, sequences, tiles, segments, segment_chunks, mF, mM, mD, None, mCu, mBound, mEarly, mEnds, None,
-                tma_v, tV, None, None, None, None,
-            )  # fmt: skip
+            at = self.ends.unit(block, mF, mCu, mBound, mEarly, None, sequences, tiles, *length)
+            self.ends.work(*shared, at, mF, mM, mD, None, mEarly, mEnds, None, tma_v, tV, None, None, None, None)
         else:
-            self.maps.work(
-                *shared, block - first_map, sequences, Int32(self.maps.panels), segments, segment_chunks, mF, mM, mD, None, mCu, mBound,
-                None, mMaps, None, None, None, None, None, None, None,
-            )  # fmt: skip
+            at = self.maps.unit(block - first_map, mF, mCu, mBound, None, None, sequences, Int32(self.maps.panels), *length)
+            self.maps.work(*shared, at, mF, mM, mD, None, None, mMaps, None, None, None, None, None, None, None)
         self.ends.finish()
 
 

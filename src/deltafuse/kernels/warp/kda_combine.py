@@ -125,8 +125,9 @@ class KdaCombine:
         if const_expr(mEarly is not None):
             steps = self.steps(mEarly, sequence, segments, head, lane)
             code[0] = mEarly[first, head]
-        self.load_transition(rT, mT, first, head, k0 + 2 * g, t)
-        self.load_end(rF, mF, first, head, v0 + g, k0 + 4 * t)
+        if steps > 0:
+            self.load_transition(rT, mT, first, head, k0 + 2 * g, t)
+            self.load_end(rF, mF, first, head, v0 + g, k0 + 4 * t)
         for s in cutlass.range(steps, unroll=1):
             if code[0] <= 0:
                 self.write_state(rS, mStarts, self.unit(sequence, segments, s), head, v0 + g, k0 + 4 * t)

@@ -67,6 +67,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...tile import inverse, panel
 from ...tile.arguments import DTYPES, dense
+from ...tile.early import nothing_decided
 from ...tile.fetch import copy_async, wait_copies
 from ...tile.gate import SummedGate, sigmoid
 from ...tile.mma import mma_16bit, mma_16bit_short, mma_tf32
@@ -158,6 +159,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         decay: cute.Tensor,
         beta_eff: cute.Tensor | None,
         bound: cute.Tensor | None,
+        early: cute.Tensor | None,
         scale: Float32,
         lower_bound: Float32,
         beta_limit: Float32,
@@ -170,8 +172,8 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         by_group = cute.fast_divmod_create_divisor_v2(value_heads // q.shape[2])
         # All of an SM's memory but L1's minimum as shared memory, said outright: the DSL would ask a driver for its size.
         self.kernel(
-            q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, scale, lower_bound, beta_limit,
-            slots // batches, by_head, by_batch, by_group,
+            q, k, g, beta, a_log, dt_bias, cu_seqlens, factors, scores, decay, beta_eff, bound, early, scale, lower_bound,
+            beta_limit, slots // batches, by_head, by_batch, by_group,
         ).launch(
             grid=(slots * value_heads, 1, 1),
             block=(256, 1, 1),
@@ -195,6 +197,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         mDecay: cute.Tensor,
         mBetaEff: cute.Tensor | None,
         mBound: cute.Tensor | None,
+        mEarly: cute.Tensor | None,
         scale: Float32,
         lower_bound: Float32,
         beta_limit: Float32,
@@ -204,7 +207,11 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         by_group: cute.FastDivmodDivisorV2,
     ):
         # The scan may be put on SMs as they become free; it waits for this grid's end before it reads.
-        cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        if const_expr(mEarly is None):
+            cute.arch.griddepcontrol_launch_dependents()
+        elif tid == 0:
+            nothing_decided(mEarly)
         smem = cutlass.memory.SmemAllocator()
         sAll = smem.allocate(self.shared_bytes, 128).toint()
         # The last chunks come first, so that the first chunks' operands are the ones still in L2 when the scan starts.
@@ -221,7 +228,6 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
             first = chunk * CHUNK
             rows = cutlass.min(mQ.shape[1] - first, CHUNK)
         key_head = head // by_group
-        tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
         # Of the warps of a scheduler, w and w + 4, the one has as many blocks before its own as the other has behind it.
@@ -734,11 +740,11 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
 def compile(config: PrepareConfig):
     """The launch function for `config`:
 
-    `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, bound | None, scale,
-    lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32
+    `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, bound | None,
+    early | None, scale, lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32
     [HV]; dt_bias fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors [slots, HV, 3, K / 64, 64, 64], scores [slots, HV,
     2, 64, 64] (M', Aqk; with `inverse` 3: M too) and decay fp32 [slots, HV, K]; with `inverse` beta_eff fp32 [slots, HV, 64]; with
-    `bound` bound fp32 [slots, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid).
+    `bound` bound fp32 [slots, HV] and early int32 [units, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid).
     At least one token.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
@@ -768,6 +774,7 @@ def compile(config: PrepareConfig):
         dense(Float32, (slots, value_heads, K)),
         dense(Float32, (slots, value_heads, CHUNK)) if config.inverse else None,
         dense(Float32, (slots, value_heads)) if config.bound else None,
+        dense(Int32, (cute.sym_int(), value_heads)) if config.bound else None,
         Float32(1.0),
         Float32(1.0),
         Float32(1.0),

@@ -76,6 +76,20 @@ def strips(m: torch.Tensor) -> torch.Tensor:
     return out.unflatten(-1, (64, 64))
 
 
+LIVE = 5120 // 4
+"""Where a chunk's scores, read as words, have the number of live blocks of 16 rows of kd and qg (`tile.panel`)."""
+
+
+def live_blocks(scores: torch.Tensor) -> torch.Tensor:
+    """A view of the live blocks' numbers, int32 [slots, HV], of scores as strips."""
+    return scores.flatten(2).view(torch.int32)[..., LIVE]
+
+
+def rows_behind(factors: torch.Tensor, live: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Views of kd and qg [slots, HV, 64, K / 64, 64] of images [slots, HV, 3, K / 64, 64, 64], and which rows are behind the live blocks."""
+    return [factors[:, :, i].transpose(2, 3) for i in range(2)], torch.arange(CHUNK) >= 16 * live.long()[..., None]
+
+
 def from_strips(x: torch.Tensor) -> torch.Tensor:
     """Strips as matrices, with zeros where strips have nothing."""
     rows, columns = _strip_places()

@@ -77,9 +77,15 @@ class Case:
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """kd, qg, kg, m, aqk, decay and, where they are outputs, inverse and beta as the model has them."""
-        rows = kda_model.matrix(self.out["factors"])
-        strips = self.config.strips
-        scores = self.out["scores"]
+        strips, scores, factors = self.config.strips, self.out["scores"], self.out["factors"]
+        if strips:
+            # Rows behind the live blocks are zeros, which nobody has written.
+            factors = factors.clone()
+            views, behind = kda_model.rows_behind(factors, kda_model.live_blocks(scores))
+            for x in views:
+                assert x[behind].isnan().all()
+                x[behind] = 0
+        rows = kda_model.matrix(factors)
         scores = kda_model.from_strips(scores) if strips else kda_model.matrix(scores.unsqueeze(-3))
         names = ("m", "aqk", "inverse")[: scores.shape[2]]
         return {

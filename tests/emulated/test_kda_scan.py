@@ -95,9 +95,18 @@ class Operands:
                     x[last, :, :, rows:] = 0
         for x in (self.kd, self.qg, self.kg, self.m, self.a, self.decay):
             x[~used] = float("nan")
+        live = torch.randint(1, 5, shape, generator=g, dtype=torch.int32)
+        if p.config.strips:
+            for x in (self.kd, self.qg):
+                x[torch.arange(CHUNK) >= 16 * live[..., None]] = 0
         self.factors = torch.stack([image(x) for x in (self.kd, self.qg, self.kg)], 2)
         scores = [kda_model.strips(x) if p.config.strips else image(x)[:, :, 0] for x in (self.m, self.a)]
         self.scores = torch.stack(scores, 2)
+        if p.config.strips:
+            views, behind = kda_model.rows_behind(self.factors, live)
+            for x in views:
+                x[behind] = float("nan")
+            kda_model.live_blocks(self.scores)[:] = live
 
 
 class Run:

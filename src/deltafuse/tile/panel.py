@@ -9,6 +9,9 @@ before 16 s, which only shared memory holds: in global memory the rows from ther
 panel's place.
 
     element (row i, column c of strip s)  at  s * 1024 + i * 16 + ((c // 8) ^ (i // 4 & 1)) * 8 + c % 8        in shared memory
+
+Where a head forgets, kd and qg decay to zeros within a chunk. Of a chunk whose scores are strips, the rows of kd and qg from 16 n on are
+not in global memory: they are zeros. n (1 to 4) is a word behind the strips of M', in their panel's place (`LIVE`).
 """
 
 # mypy: ignore-errors
@@ -22,6 +25,10 @@ STRIP_ROW = 32
 STRIP = 64 * STRIP_ROW
 STRIPS_BYTES = 4 * STRIP - (16 + 32 + 48) * STRIP_ROW
 """Of a panel's strips in global memory."""
+LIVE = STRIPS_BYTES
+"""Where a chunk's scores have the number of live blocks of rows."""
+BLOCK_ROWS, BLOCK_BYTES = 16, 16 * ROW
+"""Of a block of rows of a panel."""
 
 
 def vector_offset(row, vector):

@@ -106,6 +106,13 @@ def store_global(address, offset, values):
     asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
 
 
+def store_global_if(address, offset, values, valid):
+    """As `store_global` where `valid` is not 0."""
+    n = len(values)
+    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};\n}}"
+    asm(text, [], [Int64(address), *values, Int32(valid)])
+
+
 def load_acquire(address):
     """32 bits at a global address, and all that came before the `store_release` that another CTA may have put them there by."""
     return asm("ld.acquire.gpu.global.b32 $0, [$1];", [Int32], [Int64(address)])

@@ -75,7 +75,7 @@ from ...tile.early import decide, early_start
 from ...tile.fragments import keep_columns, round_to, widen
 from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
-from ...tile.ptx import store_shared
+from ...tile.ptx import load_global, store_shared
 from ...tile.sequence import tokens_of
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
@@ -419,21 +419,17 @@ class KdaScan:
         if const_expr(cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        # Live blocks of the chunk that is this lane's among 32; of every stage, in 4 bits, those from which on its rows are zeros.
+        live, filled = Int32(0), Int32(0x4444)
         for c in cutlass.range(at.chunks, unroll=1):
-            operands.producer_acquire(state)
+            if const_expr(self.config.strips):
+                if c % 32 == 0:
+                    live = self.live_blocks(mM, at, c + cute.arch.lane_idx())
+            operands.sync_object_empty.wait(state.index, state.phase)
             bar = operands.producer_get_barrier(state)
             stage = state.index
             slot = at.slot + c
             with cute.arch.elect_one():
-                rows = s.rows_at + stage * (self.readers * CHUNK * K)
-                bulk_load(
-                    mF[slot, at.hv, 0, 0, None, None].iterator.align(16),
-                    rows.align(16),
-                    self.readers * CHUNK * K,
-                    bar,
-                    cluster,
-                    rank,
-                )
                 self.fetch_scores(s.scores_at + stage * (self.readers * PANEL), mM, slot, at.hv, bar, rank)
                 kg = s.kg_at + stage * (CHUNK * K)
                 bulk_load(
@@ -441,7 +437,47 @@ class KdaScan:
                 )
                 decay = s.decay_at + stage * K
                 bulk_load(mD[slot, at.hv, None].iterator.align(16), decay.align(16), K, bar, cluster, rank)
+            rows = mF[slot, at.hv, 0, 0, None, None].iterator
+            if const_expr(self.config.strips):
+                filled = self.fetch_rows(s, rows, cute.arch.shuffle_sync(live, c % 32), filled, stage, bar, rank)
+            else:
+                with cute.arch.elect_one():
+                    to = s.rows_at + stage * (self.readers * CHUNK * K)
+                    bulk_load(rows.align(16), to.align(16), self.readers * CHUNK * K, bar, cluster, rank)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.copied_bytes)
             state.advance()
+
+    @cute.jit
+    def live_blocks(self, mM, at, c):
+        """How many blocks of 16 rows chunk c has of kd and qg in memory; behind them come zeros."""
+        live = Int32(0)
+        if c < at.chunks:
+            live = load_global(mM[at.slot + c, at.hv, 0, None, None].iterator.toint(), panel.LIVE, 1, Int32)[0]
+        return live
+
+    @cute.jit
+    def fetch_rows(self, s, rows, live, filled, stage, bar, rank):
+        """kd and qg of a chunk, their first `live` blocks of 16 rows, into a stage, and zeros behind them. Returns the stages' next state."""
+        panels = const_expr(self.readers * self.panels)
+        to = s.rows_at + stage * (panels * PANEL)
+        before = filled >> (4 * stage) & 15
+        if live < before:
+            for i in cutlass.range(cute.arch.lane_idx(), (before - live) * (panel.BLOCK_BYTES // 16), 32, unroll=1):
+                for p in cutlass.range_constexpr(panels):
+                    address = to.toint() + live * panel.BLOCK_BYTES + i * 16
+                    store_shared(address, p * panel.BYTES, [Uint32(0)] * 4)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if live == 4:
+                bulk_load(rows.align(16), to.align(16), panels * PANEL, bar, self.cluster, rank)
+            for n in cutlass.range_constexpr(1, 4):
+                if live == n:
+                    for p in cutlass.range_constexpr(panels):
+                        size = const_expr(n * panel.BLOCK_BYTES // 2)
+                        bulk_load((rows + p * PANEL).align(16), (to + p * PANEL).align(16), size, bar, self.cluster, rank)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.copied_bytes - (4 - live) * (panels * panel.BLOCK_BYTES))
+        return (filled & ~(15 << (4 * stage))) | live << (4 * stage)
 
     @cute.jit
     def fetch_scores(self, scores, mM, slot, hv, bar, rank):

@@ -89,6 +89,7 @@ from ...tile.ptx import (
     rsqrt,
     select,
     store_global,
+    store_global_if,
     store_shared,
     store_shared_if,
     to_tf32,
@@ -295,13 +296,15 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
 
         out = self.places(mFactors.iterator.toint() + unit * (3 * self.K * CHUNK * 2), half, mine, lane)
         image = mScores.iterator.toint() + unit * (self.scores * panel.BYTES)
+        live = self.live_blocks(sAll + self.at_t, lane)
+        written = None if const_expr(live is None) else Int32(block < live)
         rQ = cute.make_rmem_tensor((4, 2), Float32)
         rK = cute.make_rmem_tensor((4, 2), Float32)
         rows_q = cute.make_rmem_tensor((4, 2, self.steps), Uint32)
         rows_k = cute.make_rmem_tensor((4, 2, self.steps), Uint32)
         if fits:
             self.factors(
-                rQ, rK, rows_q, rows_k, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, True
+                rQ, rK, rows_q, rows_k, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, written, half, block, lane, True
             )  # fmt: skip
         else:
             from_q = self.row_addresses(mQ, place, rows - 1, key_head, half, block, lane)
@@ -314,7 +317,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
             # Read again: the words would not have stayed in registers.
             again_q, again_k = self.load_rows(from_q), self.load_rows(from_k)
             self.factors(
-                rQ, rK, rows_q, rows_k, again_q, again_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane, False
+                rQ, rK, rows_q, rows_k, again_q, again_k, factor_q, factor_k, sAll, table, sT, sH, out, written, half, block, lane, False
             )  # fmt: skip
             self.take_exact(rQ, scratch, first_bad, lane)
             self.take_exact(rK, scratch + 1024, first_bad, lane)
@@ -329,6 +332,8 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         cute.arch.sync_warp()
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
+            if const_expr(live is not None):
+                store_global_if(image, panel.LIVE, [live], Int32((block == 0) & (lane == 0)))
         else:
             inverse.invert_pair(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -508,6 +513,24 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         else:
             self.powers_of(sT, table, 3, None)
 
+    @cute.jit
+    def live_blocks(self, sT, lane):
+        """How many blocks' rows of kd and qg are written: from the next one on 2^(t before b - 60), which is in all of them, is 0."""
+        live = None
+        if const_expr(self.config.strips):
+            n = const_expr(self.K // 32)
+            live = Int32(1)
+            sums = [Float32(float(-SHIFT))] * n
+            for b in cutlass.range_constexpr(3):
+                sums = [x + y for x, y in zip(sums, load_shared(sT + lane * (4 * n), b * self.K * 4, n), strict=True)]
+                # What is no number is not low. `exp2` has nothing below 2^-126.
+                low = sums[0] <= Float32(-127.0)
+                for x in sums[1:]:
+                    low = low & (x <= Float32(-127.0))
+                if not cute.arch.vote_all_sync(low):
+                    live = Int32(b + 2)
+        return live
+
     def powers_of(self, sT, table, block, decay):
         n = self.gate_columns
         t = [load_shared(sT, b * self.K * 4, n) for b in range(4)]
@@ -536,7 +559,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
 
     @cute.jit
     def factors(
-        self, rQ, rK, rows_q, rows_k, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, half, block, lane,
+        self, rQ, rK, rows_q, rows_k, words_q, words_k, factor_q, factor_k, sAll, table, sT, sH, out, written, half, block, lane,
         fits: cutlass.Constexpr,
     ):  # fmt: skip
         """qg, kd, kg out; columns for later blocks to shared memory; own block's scores of the warp's columns into rQ, rK."""
@@ -546,7 +569,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         for m in cutlass.range_constexpr(self.steps):
             column = 4 * (32 * m + 8 * t)
             x = self.elements(
-                words_q[m], words_k[m], factor_q, factor_k, table + column, sH + r * self.h_row + column, sAll, out[m], m,
+                words_q[m], words_k[m], factor_q, factor_k, table + column, sH + r * self.h_row + column, sAll, out[m], written, m,
                 half, block, lane, None if fits else sT + block * (self.K * 4) + column,
             )  # fmt: skip
             for n in cutlass.range_constexpr(2):
@@ -566,7 +589,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
                 rK[i, n] = own_k[n][i]
 
     def elements(
-        self, words_q, words_k, factor_q, factor_k, table, sRow, sAll, out, m, half, block, lane, sTotal
+        self, words_q, words_k, factor_q, factor_k, table, sRow, sAll, out, written, m, half, block, lane, sTotal
     ):  # fmt: skip
         """All that is elementwise, for 8 columns of rows r, r + 8: outputs, columns for later blocks; words of the products, by name.
 
@@ -586,7 +609,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
                 else:
                     words[name].append(self.packed([x * 2.0**-SHIFT for x in row]))
                     words[name + "32"].append([to_tf32(x) for x in row])
-                self.write(out, output, h, [a * b for a, b in zip(row, signed, strict=True)])
+                self.write(out, output, h, [a * b for a, b in zip(row, signed, strict=True)], written)
         own = [
             [a * factor_k[h] * reciprocal(b) for a, b in zip(self.numbers(words_k[h]), up[h], strict=True)]
             for h in range(2)
@@ -612,9 +635,13 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         """The 8 numbers of a vector of q or k."""
         return [x for w in words for x in unpack(self.dtype, w)]
 
-    def write(self, out, i, h, values):
-        """8 numbers of row r + 8 h of kd, qg, kg (i = 0, 1, 2)."""
-        store_global(out, i * self.K // 64 * panel.BYTES + h * 8 * panel.ROW, self.packed(values))
+    def write(self, out, i, h, values, written=None):
+        """8 numbers of row r + 8 h of kd, qg, kg (i = 0, 1, 2), unless `written` is 0."""
+        at = i * self.K // 64 * panel.BYTES + h * 8 * panel.ROW
+        if written is None:
+            store_global(out, at, self.packed(values))
+        else:
+            store_global_if(out, at, self.packed(values), written)
 
     def packed(self, x):
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]

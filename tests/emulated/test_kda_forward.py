@@ -17,7 +17,7 @@ from deltafuse.autograd.kda import _by_chunk
 from deltafuse.autograd.kda_backward import backward
 from deltafuse.autograd.kda_cute import Form, flags_of, forward, kernels_for, run
 from deltafuse.cli.specs import DeltaSpec
-from deltafuse.kernels.config import CombineConfig, ScanConfig, SegmentsConfig
+from deltafuse.kernels.config import CombineConfig, PrepareConfig, ScanConfig, SegmentsConfig
 from deltafuse.kernels.schedule import Schedule
 from deltafuse.problem import parse_delta
 
@@ -174,18 +174,41 @@ LAUNCHED_EARLY: dict[str, tuple[str, Any]] = {
     "segments": ("sm90.kda_segments", SegmentsConfig(cluster=2)),
     "segments, packed, strips": ("sm90.kda_segments", SegmentsConfig(cu_seqlens="int64", strips=True)),
     "combination": ("warp.kda_combine", CombineConfig(initial=True, final=True, early=True)),
-    "scan": ("sm90.kda_scan", ScanConfig(cluster=2, initial=True, final=True, early="follow")),
 }
+TOUCHES = re.compile(r"\b(ld|st|red|atom|cp)\.\S*(global|tensor)")
+WAITS = re.compile(r"griddepcontrol\.wait;")
 
 
 @pytest.mark.parametrize("name", LAUNCHED_EARLY)
 def test_memory_is_touched_after_the_kernel_before(name: str) -> None:
     """A kernel that is launched while another runs neither reads what it writes nor overwrites what it reads."""
     ptx = _compiled(*LAUNCHED_EARLY[name]).artifacts.PTX
-    (wait,) = (m.start() for m in re.finditer(r"griddepcontrol\.wait;", ptx))
-    touched = [m.start() for m in re.finditer(r"\b(ld|st|red|atom|cp)\.\S*(global|tensor)", ptx)]
+    (wait,) = (m.start() for m in WAITS.finditer(ptx))
+    touched = [m.start() for m in TOUCHES.finditer(ptx)]
     assert touched
     assert wait < min(touched)
+
+
+def test_the_last_pass_first_awaits_its_code() -> None:
+    """Until the kernels before have ended, or a code says that it need not wait for that; and it never ends before them."""
+    config = ScanConfig(cluster=2, initial=True, final=True, strips=True, early="follow")
+    ptx = _compiled("sm90.kda_scan", config).artifacts.PTX
+    first, last = (m.start() for m in WAITS.finditer(ptx))
+    touched = {m.start(): m.group() for m in TOUCHES.finditer(ptx)}
+    assert {text for at, text in touched.items() if at < first} == {"ld.acquire.gpu.global"}
+    assert last > max(touched)
+    segments = _compiled(*LAUNCHED_EARLY["segments, packed, strips"]).artifacts.PTX
+    assert "st.release.gpu.global" in segments
+
+
+def test_codes_are_undecided_before_others_may_start() -> None:
+    """The first kernel lets the next ones start once its stores of codes are there for them, by one thread of each CTA."""
+    ptx = _compiled("warp.kda_prepare", PrepareConfig(bound=True, strips=True)).artifacts.PTX
+    (start,) = (m.start() for m in re.finditer(r"griddepcontrol\.launch_dependents;", ptx))
+    (fence,) = (m.start() for m in re.finditer(r"fence\.acq_rel\.gpu;", ptx))
+    stores = [m.start() for m in re.finditer(r"st\.global", ptx) if m.start() < start]
+    assert len(stores) == 1
+    assert stores[0] < fence < start
 
 
 def test_no_later_token_changes_an_earlier_output(emulated: Any) -> None:

@@ -244,6 +244,44 @@ def test_strips(kind: str) -> None:
         assert torch.equal(x, strips.matrices()[name]), name
 
 
+LIVE = {
+    "none decays": (-0.1, {}, 4),
+    "three": (-1.2, {}, 3),
+    "two": (-2.5, {}, 2),
+    "one": (-5.0, {}, 1),
+    "all but a column": (-5.0, {77: -0.1}, 4),
+    "a column less": (-5.0, {0: -1.2}, 3),
+    "no number": (-5.0, {5: NAN}, 4),
+}
+"""Natural logarithms of decays, single columns' own ones, and how many blocks of 16 rows are live: 67 ln 2 = 46.4 have to be behind them."""
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("kind", LIVE)
+def test_rows_that_have_decayed_are_not_written(kind: str, key_dim: int) -> None:
+    decay, columns, live = LIVE[kind]
+    case = make(gate="log", gate_dtype=torch.float32, tokens=64 * 2 + 50, key_dim=key_dim, strips=True)
+    g = case.inputs["g"].fill_(decay)
+    for column, own in columns.items():
+        g[:, 64:, :, column % key_dim] = own
+    case.run()
+    other = live if not columns else 1
+    assert kda_model.live_blocks(case.out["scores"])[:, 0].tolist() == [other, live, live]
+    assert case.matrices()["kd"].shape[-1] == key_dim
+
+
+def test_rows_that_come_back_are_written() -> None:
+    """Decay, then growth: the rows from the last block on that has any are zeros, not those before it."""
+    case = make(gate="log", gate_dtype=torch.float32, tokens=64, strips=True)
+    g = case.inputs["g"].fill_(0.0)
+    g[:, :16] = -5.0
+    g[:, 16:32, :, 9] = 3.0
+    g[:, 32:] = -3.0
+    case.run()
+    # Behind 80, 32 in column 9, and 80.
+    assert kda_model.live_blocks(case.out["scores"]).tolist() == [[3]]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     "bounds", [[0, 100], [0, 0, 1, 1, 65, 193, 194, 194], [0, 64, 128, 200], [0, *range(1, 41), 150]], ids=str
@@ -369,15 +407,15 @@ def test_schedules_give_the_same_bits() -> None:
         assert launched.block == (256, 1, 1)
 
 
-@pytest.mark.parametrize("which", range(10))
+@pytest.mark.parametrize("which", range(13))
 def test_no_barrier_is_idle(which: int) -> None:
-    """Without any one of the barriers, of the CTA or of two warps, the kernel has a race, which the emulator reports."""
+    """Without any one of the barriers, of the CTA, of half of it or of two warps, the kernel has a race, which the emulator reports."""
     pattern = re.compile(r"^\s*(@\S+\s+)?bar\.sync\s[^;]*;", re.MULTILINE)
     case = make(tokens=64, key_dim=64)
 
     def without(ptx: str) -> str:
         found = list(pattern.finditer(ptx))
-        assert len(found) == 10
+        assert len(found) == 13
         return ptx[: found[which].start()] + ptx[found[which].end() :]
 
     with pytest.raises((ptxemu.RaceFault, ptxemu.MemoryFault)):

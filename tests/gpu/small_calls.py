@@ -68,6 +68,7 @@ def main() -> int:
     chunked(tokens=64 * 24 + 7, heads=1, **sizes, **TRAINED)  # by segments
     chunked(tokens=sum(UNEVEN), lengths=UNEVEN, heads=1, v_first=True, **sizes, **TRAINED)
     chunked(tokens=130, heads=1, value_heads=2, gate="bounded", key_dim=64, value_dim=64, **RAW)
+    chunked(tokens=300, heads=1, gate="bounded", decay="forgetting", **sizes, **RAW)  # rows that decay to zeros
     chunked(tokens=130, heads=1, gate="softplus", decay="strong", key_dim=128, value_dim=192, **RAW)
     for v_first in (False, True):
         decoded(batch=3, tokens=2, heads=2, gate="softplus", key_dim=128, value_dim=128, v_first=v_first, **RAW)

@@ -114,6 +114,7 @@ class KdaScan:
         if config.transition and (config.readout or config.states or config.initial):
             raise ValueError("transition: there is no output, no initial state and no states of chunks")
         self.config = config
+        self.blocks = blocks
         self.dtype = DTYPES[config.dtype]
         self.K = config.key_dim
         self.panels = self.K // 64
@@ -419,12 +420,18 @@ class KdaScan:
         if const_expr(cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        # Live blocks of the chunk that is this lane's among 32; of every stage, in 4 bits, those from which on its rows are zeros.
-        live, filled = Int32(0), Int32(0x4444)
+        # Live blocks of the chunk that is this lane's among 32, and of the next 32; of every stage, in 4 bits, those behind which its rows
+        # are zeros.
+        live = coming = Int32(0)
+        filled = Int32(0x4444)
+        if const_expr(self.config.strips):
+            live = coming = self.live_blocks(mM, at, cute.arch.lane_idx())
         for c in cutlass.range(at.chunks, unroll=1):
             if const_expr(self.config.strips):
                 if c % 32 == 0:
-                    live = self.live_blocks(mM, at, c + cute.arch.lane_idx())
+                    live = coming
+                if c % 32 == 16:
+                    coming = self.live_blocks(mM, at, c + 16 + cute.arch.lane_idx())
             operands.sync_object_empty.wait(state.index, state.phase)
             bar = operands.producer_get_barrier(state)
             stage = state.index
@@ -449,11 +456,14 @@ class KdaScan:
 
     @cute.jit
     def live_blocks(self, mM, at, c):
-        """How many blocks of 16 rows chunk c has of kd and qg in memory; behind them come zeros."""
-        live = Int32(0)
+        """How many blocks of 16 rows chunk c has of kd and qg in memory; behind them come zeros.
+
+        Some number of 1 to 4 whatever is there: in a slot that nobody has written, anything is (`tile.sequence`).
+        """
+        live = Int32(4)
         if c < at.chunks:
             live = load_global(mM[at.slot + c, at.hv, 0, None, None].iterator.toint(), panel.LIVE, 1, Int32)[0]
-        return live
+        return cutlass.min(cutlass.max(live, 1), 4)
 
     @cute.jit
     def fetch_rows(self, s, rows, live, filled, stage, bar, rank):
@@ -643,7 +653,11 @@ class KdaScan:
             if const_expr(config.readout):
                 if c > 0:
                     cute.copy(r.store, r.fO_matrices, r.o_at[None, None, None, o_slot])
-            cute.autovec_copy(r.decay_at[(None, 0, None), 0, None, stage], r.decay)
+            if const_expr(self.blocks == 1):
+                cute.autovec_copy(r.decay_at[(None, 0, None), 0, None, stage], r.decay)
+            else:
+                # A panel at a time: registers are scarce.
+                self.scale_state(r, stage)
             if const_expr(values_in):
                 # After the last chunk slot 0, which has been filled, for nothing: cheaper than a branch around the loads.
                 v_slot = v_now.index * self.groups + group
@@ -651,7 +665,8 @@ class KdaScan:
                     v_slot = group
                 cute.copy(r.load, r.v_at[None, None, None, v_slot], r.fU_matrices)
             # S <- diag(decay) S
-            self.scale_state(r)
+            if const_expr(self.blocks == 1):
+                self.scale_state(r)
             if const_expr(values_in):
                 # The fence is one for the thread's writes too, which the copies out read.
                 reads_done()
@@ -744,8 +759,11 @@ class KdaScan:
             tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
         )
 
-    def scale_state(self, r):
+    def scale_state(self, r, stage=None):
+        """S <- diag(decay) S; with `stage` the decay is read from there, a panel at a time."""
         for p in range(self.panels):
+            if stage is not None:
+                cute.autovec_copy(r.decay_at[(None, 0, None), 0, p, stage], r.decay[None, None, p])
             for j in range(8):
                 for e in range(2):
                     for i in range(2):

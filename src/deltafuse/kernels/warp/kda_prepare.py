@@ -519,17 +519,25 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         live = None
         if const_expr(self.config.strips):
             n = const_expr(self.K // 32)
-            live = Int32(1)
-            sums = [Float32(float(-SHIFT))] * n
-            for b in cutlass.range_constexpr(3):
-                sums = [x + y for x, y in zip(sums, load_shared(sT + lane * (4 * n), b * self.K * 4, n), strict=True)]
-                # What is no number is not low. `exp2` has nothing below 2^-126.
-                low = sums[0] <= Float32(-127.0)
-                for x in sums[1:]:
-                    low = low & (x <= Float32(-127.0))
-                if not cute.arch.vote_all_sync(low):
-                    live = Int32(b + 2)
+            t = [load_shared(sT + lane * (4 * n), b * self.K * 4, n) for b in range(3)]
+            sums = [[x - float(SHIFT) for x in t[0]]]
+            for b in cutlass.range_constexpr(1, 3):
+                sums.append([x + y for x, y in zip(sums[b - 1], t[b], strict=True)])
+            live = Int32(4)
+            if self.vanishes(sums[2]):
+                live = Int32(3)
+                if self.vanishes(sums[1]):
+                    live = Int32(2)
+                    if self.vanishes(sums[0]):
+                        live = Int32(1)
         return live
+
+    def vanishes(self, exponents):
+        """Whether 2^x is 0 for all of the warp's: `exp2` has nothing below 2^-126. What is no number does not vanish."""
+        low = exponents[0] <= -127.0
+        for x in exponents[1:]:
+            low = low & (x <= -127.0)
+        return cute.arch.vote_all_sync(low)
 
     def powers_of(self, sT, table, block, decay):
         n = self.gate_columns

@@ -86,7 +86,7 @@ def live_blocks(scores: torch.Tensor) -> torch.Tensor:
 
 
 def rows_behind(factors: torch.Tensor, live: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Views of kd and qg [slots, HV, 64, K / 64, 64] of images [slots, HV, 3, K / 64, 64, 64], and which rows are behind the live blocks."""
+    """Views of kd and qg [slots, HV, 64, K / 64, 64] of images [slots, HV, 3, K / 64, 64, 64]; which rows are behind the live blocks."""
     return [factors[:, :, i].transpose(2, 3) for i in range(2)], torch.arange(CHUNK) >= 16 * live.long()[..., None]
 
 

@@ -253,7 +253,7 @@ LIVE = {
     "a column less": (-5.0, {0: -1.2}, 3),
     "no number": (-5.0, {5: NAN}, 4),
 }
-"""Natural logarithms of decays, single columns' own ones, and how many blocks of 16 rows are live: 67 ln 2 = 46.4 have to be behind them."""
+"""Natural logarithms of decays, single columns' own ones, how many blocks of 16 rows are live: 67 ln 2 = 46.4 have to be behind them."""
 
 
 @pytest.mark.parametrize("key_dim", [64, 128])

@@ -281,7 +281,8 @@ class Form:
             None if arch in BLACKWELL else load("sm90.kda_scan", kernels.scan, arch), value_heads, key_dim, value_dim,
             (width, value_width), sequences, head[0], inner,
             factors=room(*head, 3, key_dim // 64, 64, 64), scores=room(*head, 2, 64, 64), decay=room(*head, key_dim, **wide),
-            bound=room(*head, **wide), early=room(sequences * kernels.schedule.segments, value_heads, dtype=torch.int32), output=room(batch, tokens, value_heads, value_dim),
+            bound=room(*head, **wide), early=room(sequences * kernels.schedule.segments, value_heads, dtype=torch.int32),
+            output=room(batch, tokens, value_heads, value_dim),
             final=room(sequences, value_heads, *inner, **wide), states=room(*head, *inner),
         )  # fmt: skip
 
@@ -385,9 +386,8 @@ def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
     used = form.kernels
     length = (used.schedule.segments, used.schedule.segment_chunks)
     if used.schedule.segments > 1:
-        h0 = segment_states(
-            (used.over_segments, used.combine), form.load, form.arch, operands, v, h0, ht, cu_seqlens, bound, early, *length
-        )
+        both = (used.over_segments, used.combine)
+        h0 = segment_states(both, form.load, form.arch, operands, v, h0, ht, cu_seqlens, bound, early, *length)
     form.scan(factors, scores, decay, v, h0, cu_seqlens, o, ht, hs, None, early, *length)
     if kept is not None:
         return *_narrowed(form, o, ht, None), kept

@@ -21,7 +21,8 @@ class PrepareConfig:
     `gate` is "log" (g is the decay's natural logarithm), "softplus" or "bounded" (g is raw); `a_log`, `dt_bias` say whether these
     parameters are there. `cu_seqlens` is the dtype of the packed sequences' bounds, "" where sequences are not packed. `inverse`: the
     inverse without beta, and beta as the chunks have it, are wanted too, for the backward pass. `bound`: so is how much of a state a chunk
-    leaves at most (see `tile.early`). `strips`: scores leave without most of their zeros (see `tile.panel`), which `inverse` rules out.
+    leaves at most (see `tile.early`). `strips`: scores leave without most of their zeros, kd and qg without rows that are zeros (see
+    `tile.panel`), which `inverse` rules out.
     """
 
     dtype: str = "bfloat16"
@@ -48,7 +49,7 @@ class ScanConfig:
     `readout`: whether o is wanted. `transition`: compute the map of states instead (v is zero, the first state the identity, K columns).
     `by_value`: chunks' states are [V, K] whatever the layout of the others.
     `panels` of scores a chunk: 3 where the inverse without beta is among them; `strips`: these are strips. `early`: segments may start
-    early from zero; "decide" where this pass finds which ones do, "follow" where an earlier one has.
+    early from zero; "decide" where this pass finds which ones do, "follow" where an earlier one does.
     """
 
     dtype: str = "bfloat16"

@@ -14,9 +14,10 @@ A segment's code, which the kernel for segments' ends and maps writes down for t
 
 A code depends on the chunks before its segment alone, so that no later token changes a bit of an earlier output. Segments behind the end
 have the code of its last one. A segment's end is needed where the next one's code is 0 (the last one's where its own is); that of
-a segment which starts early itself is the state that leaves it, else its transition is needed too. The last pass asks for its unit's code until there is
-one: what starts early does not wait for the combination. Gradients of states go the other way,
+a segment which starts early itself is the state that leaves it, else its transition is needed too. Gradients of states go the other way,
 with the chunks behind a segment; there the last segment and those behind the end have code 0.
+
+The forward's last pass asks for its unit's code until there is one: what starts early does not wait for the combination.
 """
 
 # mypy: ignore-errors
@@ -71,7 +72,7 @@ def codes(
 
 @cute.jit
 def nothing_decided(mEarly: cute.Tensor):
-    """No unit has a code, says one thread of every CTA; kernels after this one may start once all have said so, if no other thread lets them."""
+    """No unit has a code, says one thread of every CTA, the only one that lets kernels after this one start: they may once all have."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     count = mEarly.shape[0] * mEarly.shape[1]
@@ -120,8 +121,9 @@ def early_start(
 ):
     """A unit's `code`; `skip` chunks without output; `out`, where its last state goes, and `ends`: whether it is wanted there.
 
-    `base` and `total` are the first slot and the chunks of its sequence, `chunks` its own. `how`: "decide" by the bounds, found by whole warps,
-    "follow" what `mEarly` says, "await" it; `initial`: in the last pass, which reads initial states; `transition`: the last state is a map of states.
+    `base` and `total` are the first slot and the chunks of its sequence, `chunks` its own. `how`: "decide" by the bounds, found by
+    whole warps, "follow" what `mEarly` says, "await" it; `initial`: in the last pass, which reads initial states; `transition`: the last
+    state is a map of states.
     """
     if const_expr(how == "decide"):
         code, following = codes(mBound, hv, base, total, segment, segment_chunks, back)

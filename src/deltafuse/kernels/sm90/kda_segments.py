@@ -9,7 +9,8 @@ Each is computed where `warp.kda_combine` wants it and left unwritten elsewhere.
 neither may read what the other writes; the ends write down the segments' codes.
 
 Work: CTAs of units, value heads and 64 columns each, numbered as in `kda_scan`, those for ends first. Shared memory, pipelines and threads
-are those of the ends; the maps do not use what is there for v.
+are those of the ends; the maps do not use what is there for v. Two CTAs share an SM (K = 128: 168 registers a thread, two stages of
+operands, 98 KB), so that all of them are there at once where they have nothing to do, and hide each other's latency where they have.
 
 Constraints: as `kda_scan`; clusters of two where both K and V are multiples of 128. A launch has one size of clusters, for which a CTA's
 pipelines are made before it looks for its pass: where only one of K and V is a multiple of 128, every CTA fetches all of its operands.
@@ -27,7 +28,6 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ...tile.arguments import DTYPES, dense, row_major
 from ..config import ScanConfig, SegmentsConfig
 from .kda_scan import KdaScan
-
 
 BLOCKS = 2
 """CTAs an SM."""
@@ -107,7 +107,9 @@ class KdaSegments:
             at = self.ends.unit(block, mF, mCu, mBound, mEarly, None, sequences, tiles, *length)
             self.ends.work(*shared, at, mF, mM, mD, None, mEarly, mEnds, None, tma_v, tV, None, None, None, None)
         else:
-            at = self.maps.unit(block - first_map, mF, mCu, mBound, None, None, sequences, Int32(self.maps.panels), *length)
+            at = self.maps.unit(
+                block - first_map, mF, mCu, mBound, None, None, sequences, Int32(self.maps.panels), *length
+            )
             self.maps.work(*shared, at, mF, mM, mD, None, None, mMaps, None, None, None, None, None, None, None)
         self.ends.finish()
 

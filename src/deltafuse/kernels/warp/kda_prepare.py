@@ -7,7 +7,7 @@ G is the inclusive cumulative sum of the gate's base-2 logarithms within the chu
     L[i, j]   = beta_i sum_d k_i k_j 2^(G_i - G_j)   i > j            M' = M diag(beta)        M = (I + L)^-1
 
 With `inverse` (for the backward pass) M and beta itself, as it enters L, are outputs too; with `bound` what `kda_prepare_bound` says; with
-`strips` M' and Aqk leave without most of their zeros (`tile.panel`).
+`strips` M' and Aqk leave without most of their zeros, and rows of kd and qg that are zeros to the chunk's end do not leave (`tile.panel`).
 
 One CTA of 8 warps makes one chunk of one value head. A warp owns the 16 rows of block b, 16b .. 16b + 15, in one half of the K columns;
 for the products of rows it owns q's of a block in all columns (half 0, which makes Aqk) or k's (half 1, which makes L). Warp-level
@@ -30,11 +30,11 @@ Registers. Contractions run in an order of the columns in which lane 4 r + t has
 half for every m: 16-byte vectors of global memory are A and B fragments as they are, and outputs leave as such vectors. The gate goes
 the other way, a thread has 2 (K = 64: 1) columns of its warp's 16 rows, and crosses over through shared memory as H.
 
-Timeline (| is a barrier of the CTA, : one of the two warps of a block, / one of the warp)
+Timeline (| is a barrier of the CTA, ! one of half of it, : one of two warps, / one of the warp)
     raw g on its way to shared memory, q, k, beta into registers / H; |x|^2 as the diagonal of x x^T, of half the columns |
     2^(sums of t), decay / qg, kd, kg out; columns to shared memory; own block's scores of half the columns; rows to shared memory |
-    rows of all columns : own and other blocks' scores / Aqk out; inverse of the own block |
-    M from 16 to 32 rows | to 64 rows: one product | the other | M' out
+    rows of all columns : own and other blocks' scores / Aqk out; inverse of the own block : M from 16 to 32 rows |
+    to 64 rows: one product ! the other ! M' out
 
 Shared memory, bytes (K = 128: 72,960)
     matrices   34,816  of a warp: H + 60 [16][K / 2 + 4] fp32, in place of which come its rows of q and k as fragments; 4,352 bytes apart,
@@ -332,8 +332,7 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         cute.arch.sync_warp()
         if half == 0:
             self.write_aqk(image + panel.BYTES, sAll, block, lane)
-            if const_expr(live is not None):
-                store_global_if(image, panel.LIVE, [live], Int32((block == 0) & (lane == 0)))
+            self.write_live(image, live, block, lane)
         else:
             inverse.invert_pair(sAll, sAll + self.at_m, block, lane)
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -512,32 +511,6 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
             self.powers_of(sT, table, 2, None)
         else:
             self.powers_of(sT, table, 3, None)
-
-    @cute.jit
-    def live_blocks(self, sT, lane):
-        """How many blocks' rows of kd and qg are written: from the next one on 2^(t before b - 60), which is in all of them, is 0."""
-        live = None
-        if const_expr(self.config.strips):
-            n = const_expr(self.K // 32)
-            t = [load_shared(sT + lane * (4 * n), b * self.K * 4, n) for b in range(3)]
-            sums = [[x - float(SHIFT) for x in t[0]]]
-            for b in cutlass.range_constexpr(1, 3):
-                sums.append([x + y for x, y in zip(sums[b - 1], t[b], strict=True)])
-            live = Int32(4)
-            if self.vanishes(sums[2]):
-                live = Int32(3)
-                if self.vanishes(sums[1]):
-                    live = Int32(2)
-                    if self.vanishes(sums[0]):
-                        live = Int32(1)
-        return live
-
-    def vanishes(self, exponents):
-        """Whether 2^x is 0 for all of the warp's: `exp2` has nothing below 2^-126. What is no number does not vanish."""
-        low = exponents[0] <= -127.0
-        for x in exponents[1:]:
-            low = low & (x <= -127.0)
-        return cute.arch.vote_all_sync(low)
 
     def powers_of(self, sT, table, block, decay):
         n = self.gate_columns
@@ -776,11 +749,11 @@ def compile(config: PrepareConfig):
     """The launch function for `config`:
 
     `(q, k, g, beta, a_log | None, dt_bias | None, cu_seqlens | None, factors, scores, decay, beta_eff | None, bound | None,
-    early | None, scale, lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K]; beta [B, T, HV]; a_log fp32
-    [HV]; dt_bias fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors [slots, HV, 3, K / 64, 64, 64], scores [slots, HV,
-    2, 64, 64] (M', Aqk; with `inverse` 3: M too) and decay fp32 [slots, HV, K]; with `inverse` beta_eff fp32 [slots, HV, 64]; with
-    `bound` bound fp32 [slots, HV] and early int32 [units, HV]; floats scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid).
-    At least one token.
+    early | None, scale, lower_bound, beta_limit)`, None where the config does not have it. q, k [B, T, H, K]; g [B, T, HV, K];
+    beta [B, T, HV]; a_log fp32 [HV]; dt_bias fp32 [HV * K], 16-byte aligned; cu_seqlens [N + 1]; contiguous factors
+    [slots, HV, 3, K / 64, 64, 64], scores [slots, HV, 2, 64, 64] (M', Aqk; with `inverse` 3: M too) and decay fp32 [slots, HV, K]; with
+    `inverse` beta_eff fp32 [slots, HV, 64]; with `bound` bound fp32 [slots, HV] and early int32 [units, HV] (every unit undecided); floats
+    scale, lower_bound (of gate "bounded"), beta_limit (the factor of beta's sigmoid). At least one token.
     """
     batch, tokens, heads, value_heads, slots = (cute.sym_int() for _ in range(5))
     io, K = DTYPES[config.dtype], config.key_dim

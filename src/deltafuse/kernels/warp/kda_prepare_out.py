@@ -1,4 +1,5 @@
-"""`kda_prepare`, its last step: M', Aqk and M to global memory, as panels or as strips of them (see `tile.panel`)."""
+"""`kda_prepare`, what leaves: M', Aqk and M to global memory, as panels or as strips of them, and how many rows of kd and qg
+(see `tile.panel`)."""
 
 # mypy: ignore-errors
 # A nested `if` is one of compile time and one of run time, which `and` would make one of run time.
@@ -10,7 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ...tile import inverse, panel
-from ...tile.ptx import load_shared, load_shared_if, select, store_global
+from ...tile.ptx import load_shared, load_shared_if, select, store_global, store_global_if
+from .kda_prepare_exact import SHIFT
 
 AQK_ROW = 144
 """Bytes of a row of Aqk in shared memory."""
@@ -18,6 +20,37 @@ AQK_ROW = 144
 
 class ScoresOut:
     """Part of `KdaPrepare`."""
+
+    @cute.jit
+    def live_blocks(self, sT, lane):
+        """How many blocks' rows of kd and qg are written: from the next one on 2^(t before b - 60), which is in all of them, is 0."""
+        live = None
+        if const_expr(self.config.strips):
+            n = const_expr(self.K // 32)
+            t = [load_shared(sT + lane * (4 * n), b * self.K * 4, n) for b in range(3)]
+            sums = [[x - float(SHIFT) for x in t[0]]]
+            for b in cutlass.range_constexpr(1, 3):
+                sums.append([x + y for x, y in zip(sums[b - 1], t[b], strict=True)])
+            live = Int32(4)
+            if self.vanishes(sums[2]):
+                live = Int32(3)
+                if self.vanishes(sums[1]):
+                    live = Int32(2)
+                    if self.vanishes(sums[0]):
+                        live = Int32(1)
+        return live
+
+    def vanishes(self, exponents):
+        """Whether 2^x is 0 for all of the warp's: `exp2` has nothing below 2^-126. What is no number does not vanish."""
+        low = exponents[0] <= -127.0
+        for x in exponents[1:]:
+            low = low & (x <= -127.0)
+        return cute.arch.vote_all_sync(low)
+
+    def write_live(self, image, live, block, lane):
+        """The number of live blocks, where there is one; before, there was scratch in its place."""
+        if live is not None:
+            store_global_if(image, panel.LIVE, [live], Int32((block == 0) & (lane == 0)))
 
     @cute.jit
     def write_aqk(self, image, sAll, block, lane):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -261,6 +262,26 @@ def test_result(name: str, strips: bool) -> None:
     launched = run.launch(seed=len(name), shuffle=True)
     assert launched.cluster == (run.p.config.cluster, 1, 1)
     run.check()
+
+
+def test_zeros_behind_live_rows_are_fenced() -> None:
+    """A warp writes what tensor cores read: without its fence the emulator says so."""
+    fences = re.compile(r"fence\.proxy\.async\.shared::cta;")
+
+    def without(ptx: str) -> str:
+        _, behind_rows, *_ = fences.finditer(ptx)
+        return ptx[: behind_rows.start()] + ptx[behind_rows.end() :]
+
+    run = Run(Problem((320,), config=config(strips=True)))
+    with pytest.raises(ptxemu.ProxyFault, match="wgmma read of operand B"):
+        run.launch(edit=without)
+
+
+def test_any_number_of_live_rows_is_one_of_them() -> None:
+    """Slots that nobody has written hold anything: the scan ends all the same."""
+    run = Run(Problem((320,), config=config(strips=True)))
+    kda_model.live_blocks(run.x.scores)[:] = torch.tensor([0, -7, 5, 2**31 - 1, -(2**31)], dtype=torch.int32)[:, None]
+    run.launch()
 
 
 SCHEDULES = [dict(seed=s, shuffle=True) for s in (1, 2, 3)] + [

@@ -118,10 +118,10 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / ms / 1e6
 
 
-def compile_fla(phase: str, rows: list[Row], reps: int) -> None:
+def compile_fla(phase: str, only: str, rows: int) -> None:
     """Every launch setting that fla tries, compiled by processes side by side; none is timed."""
-    command = [sys.executable, __file__, phase, "--compile-one"]
-    running = [subprocess.Popen([*command, str(i)]) for i in range(len(rows))]
+    command = [sys.executable, __file__, phase, "--only", only, "--compile-one"]
+    running = [subprocess.Popen([*command, str(i)]) for i in range(rows)]
     for process in running:
         process.wait()
 
@@ -182,7 +182,7 @@ def main() -> int:
         _compile_one(phase, rows[options.compile_one])
         return 0
     if options.compile_fla:
-        compile_fla(options.phase, rows, options.reps)
+        compile_fla(options.phase, options.only, len(rows))
         return 0
     if options.tune_ms:
         tune_in(options.tune_ms)

@@ -197,6 +197,13 @@ def test_the_last_pass_first_awaits_its_code() -> None:
     touched = {m.start(): m.group() for m in TOUCHES.finditer(ptx)}
     assert {text for at, text in touched.items() if at < first} == {"ld.acquire.gpu.global"}
     assert last > max(touched)
+    # What others have stored in the ordinary way is about to be copied by TMA.
+    assert (
+        len(
+            re.findall(r"fence\.proxy\.async;", ptx[: min(at for at, text in touched.items() if text.startswith("cp"))])
+        )
+        == 1
+    )
     segments = _compiled(*LAUNCHED_EARLY["segments, packed, strips"]).artifacts.PTX
     assert "st.release.gpu.global" in segments
 

@@ -16,6 +16,8 @@ import torch
 import ptxemu
 
 NAN = math.nan
+UNDECIDED = -2
+"""Of `tile.early`."""
 WITHIN = {torch.bfloat16: 3.5e-3, torch.float16: 6e-4}
 """Of relative errors (root of mean squares): what rounding inputs and outputs to the type makes unavoidable, and a margin."""
 
@@ -66,6 +68,8 @@ class Case:
             self.beta_limit,
             **options,
         )
+        if self.config.bound:
+            assert (self.out["early"] == UNDECIDED).all()
         return launched
 
     def expected(self) -> kda_model.Prepared:
@@ -411,7 +415,7 @@ def test_schedules_give_the_same_bits() -> None:
 def test_no_barrier_is_idle(which: int) -> None:
     """Without any one of the barriers, of the CTA, of half of it or of two warps, the kernel has a race, which the emulator reports."""
     pattern = re.compile(r"^\s*(@\S+\s+)?bar\.sync\s[^;]*;", re.MULTILINE)
-    case = make(tokens=64, key_dim=64)
+    case = make(tokens=64, key_dim=64, bound=True, strips=True)
 
     def without(ptx: str) -> str:
         found = list(pattern.finditer(ptx))

@@ -264,6 +264,14 @@ def test_result(name: str, strips: bool) -> None:
     run.check()
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_live_rows_of_long_units(cluster: int) -> None:
+    """Their numbers are looked at 32 chunks at a time, the next ones ahead."""
+    run = Run(Problem((64 * 98 + 5,), 1, 64 * cluster, config=config(key_dim=64, cluster=cluster, strips=True)))
+    run.launch()
+    run.check()
+
+
 def test_zeros_behind_live_rows_are_fenced() -> None:
     """A warp writes what tensor cores read: without its fence the emulator says so."""
     fences = re.compile(r"fence\.proxy\.async\.shared::cta;")

@@ -16,7 +16,7 @@ import ptxemu
 from deltafuse.kernels.config import SegmentsConfig
 
 NAN = float("nan")
-UNDECIDED = -9
+UNWRITTEN = -9
 BOUNDS = (-192.0, -49.0, -33.0, -1.0, float("inf"))
 """Of a chunk. A segment starts early at a sum of -96 (`tile.early.LIMIT`), which takes one chunk, two, three, more than there are; infinity
 keeps every sum from it."""
@@ -49,7 +49,7 @@ class Case:
 
 
 class Run:
-    """A case's tensors, and what the kernels make of them; what they leave unwritten is NaN, codes are UNDECIDED."""
+    """A case's tensors, and what the kernels make of them; what they leave unwritten is NaN, codes are UNWRITTEN."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.heads = case, len(case.bounds)
@@ -78,7 +78,7 @@ class Run:
     def empty(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         units, k = len(self.case.lengths) * self.case.segments, self.case.config.key_dim
         ends, maps = (torch.full((units, self.heads, n, k), NAN) for n in (self.case.value_dim, k))
-        return ends, maps, torch.full((units, self.heads), UNDECIDED, dtype=torch.int32)
+        return ends, maps, torch.full((units, self.heads), UNWRITTEN, dtype=torch.int32)
 
     def fused(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ends, maps, early = self.empty()
@@ -135,7 +135,7 @@ CASES = {
 def test_equals_two_passes_of_the_scan(name: str) -> None:
     run = Run(CASES[name])
     want = run.apart()
-    assert not (want[2] == UNDECIDED).any()
+    assert not (want[2] == UNWRITTEN).any()
     assert bits(run.fused(seed=len(name), shuffle=True)) == bits(want)
 
 

@@ -380,6 +380,7 @@ def run(form: Form, given: Inputs, may_end_early: bool = False) -> Outputs:
     ht = form.final() if flags.final else None
     if flags.states:
         hs = form.states()
+    # All that the scan writes is allocated before what segments leave is freed: it may run while they do.
     o = form.output()
     if may_end_early:
         o.zero_()

@@ -72,7 +72,8 @@ def codes(
 
 @cute.jit
 def nothing_decided(mEarly: cute.Tensor):
-    """No unit has a code, says one thread of every CTA, the only one that lets kernels after this one start: they may once all have."""
+    """Marks all units as undecided. One thread of every CTA calls; kernels after this one may start once all these have, if no other thread
+    lets them."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     count = mEarly.shape[0] * mEarly.shape[1]

@@ -27,8 +27,8 @@ STRIPS_BYTES = 4 * STRIP - (16 + 32 + 48) * STRIP_ROW
 """Of a panel's strips in global memory."""
 LIVE = STRIPS_BYTES
 """Where a chunk's scores have the number of live blocks of rows."""
-BLOCK_ROWS, BLOCK_BYTES = 16, 16 * ROW
-"""Of a block of rows of a panel."""
+BLOCK_BYTES = 16 * ROW
+"""Of a block of 16 rows of a panel."""
 
 
 def vector_offset(row, vector):

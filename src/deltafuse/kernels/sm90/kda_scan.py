@@ -82,7 +82,7 @@ from ...tile.sequence import tokens_of
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ScanConfig
-from .kda_scan_fetch import ScanFetch
+from .kda_scan_fetch import MOST_STAGES, ScanFetch
 
 SHARED_MEMORY = 228 * 1024
 RESERVED = 1024
@@ -139,6 +139,8 @@ class KdaScan(ScanFetch):
             self.v_stages * (not config.transition) + self.o_stages * config.readout + self.panels * config.states
         )
         self.stages = stages or min(4, (SHARED_MEMORY // blocks - RESERVED - other) // self.stage_bytes)
+        if config.strips and self.stages > MOST_STAGES:
+            raise ValueError(f"stages: got {self.stages}; allowed with strips: up to {MOST_STAGES}")
 
     # ---------------------------------------------------------------------------------------------------------------- host
     @cute.jit
@@ -289,8 +291,8 @@ class KdaScan(ScanFetch):
         return s, operands, values
 
     def ready(self):
-        """All that `start` does has been done. The kernel before has ended behind `griddepcontrol_wait`, and so have all before it, which
-        waited likewise: nothing is read or written earlier."""
+        """All that `start` does has been done, by every thread. Behind a `griddepcontrol_wait` after this the kernel before has ended, and
+        so have all before it, which waited likewise. Nothing is read or written earlier, but by units of the last pass that start early."""
         if self.cluster > 1:
             cute.arch.cluster_wait()
         cute.arch.sync_threads()

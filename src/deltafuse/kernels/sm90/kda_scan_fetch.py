@@ -16,6 +16,9 @@ from ...tile.panel import ELEMENTS as PANEL
 from ...tile.ptx import load_global, store_shared
 from ..config import CHUNK
 
+MOST_STAGES = 4
+"""Whose live blocks one register holds."""
+
 
 class ScanFetch:
     """Part of `KdaScan`."""
@@ -28,8 +31,8 @@ class ScanFetch:
         if const_expr(cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        # Live blocks of the chunk that is this lane's among 32, and of the next 32; of every stage, in 4 bits, those behind which its rows
-        # are zeros.
+        # Live blocks of the chunk that is this lane's among 32, and of the next 32; for every stage, in 4 bits, the block from which on its
+        # rows are known to be zeros: none at first.
         live = coming = Int32(0)
         filled = Int32(0x4444)
         if const_expr(self.config.strips):

@@ -9,8 +9,9 @@ Each is computed where `warp.kda_combine` wants it and left unwritten elsewhere.
 neither may read what the other writes; the ends write down the segments' codes.
 
 Work: CTAs of units, value heads and 64 columns each, numbered as in `kda_scan`, those for ends first. Shared memory, pipelines and threads
-are those of the ends; the maps do not use what is there for v. Two CTAs share an SM (K = 128: 168 registers a thread, two stages of
-operands, 98 KB), so that all of them are there at once where they have nothing to do, and hide each other's latency where they have.
+are those of the ends; the maps do not use what is there for v. Two CTAs share an SM (K = 128: 168 registers a thread, two
+stages of operands, 98 KB), so that a GPU holds all CTAs of a cut sequence at once: they leave sooner where they have nothing to do, and
+hide each other's latency where they have.
 
 Constraints: as `kda_scan`; clusters of two where both K and V are multiples of 128. A launch has one size of clusters, for which a CTA's
 pipelines are made before it looks for its pass: where only one of K and V is a multiple of 128, every CTA fetches all of its operands.

@@ -36,12 +36,11 @@ Timeline (| is a barrier of the CTA, ! one of half of it, : one of two warps, / 
     rows of all columns : own and other blocks' scores / Aqk out; inverse of the own block : M from 16 to 32 rows |
     to 64 rows: one product ! the other ! M' out
 
-Shared memory, bytes (K = 128: 72,960)
-    matrices   34,816  of a warp: H + 60 [16][K / 2 + 4] fp32, in place of which come its rows of q and k as fragments; 4,352 bytes apart,
-                       at half, b. After that L and M [64][68] fp32: the rows of L take the place of the block's half 0, those of M of
-                       half 1
-    t           2,048  [4][K] fp32
-    norms       1,024  [64][q, k][half] fp32
+Shared memory, bytes (K = 128: 78,080, with `bound` 78,592)
+    matrices   36,864  of a warp: H + 60 [16][K / 2 + 4] fp32, in place of which come its rows of q and k as fragments; 4,608 bytes apart,
+                       at half, b. After that L and M [64][72] fp32 (`tile.inverse`): the rows of L take the place of the block's half 0,
+                       those of M of half 1
+    t, norms    6,144  [4][K] fp32 and [64][q, k][half] fp32; then sums that a block's warps exchange
     tables     10,240  of a warp: powers [5][K / 2] fp32, then the own block's sums for the other half [2][32 lanes][16 bytes]; then, of two
                        warps, a block's 16 rows of Aqk [16][72] io
     columns    24,576  raw g where its type has 16 bits [8 warps][16][K / 2] (of fp32 it lies where H will be); then
@@ -207,8 +206,9 @@ class KdaPrepare(ExactRows, ChunkBound, ScoresOut):
         by_batch: cute.FastDivmodDivisorV2,
         by_group: cute.FastDivmodDivisorV2,
     ):
-        # The scan may be put on SMs as they become free; it waits for this grid's end before it reads.
         tid, _, _ = cute.arch.thread_idx()
+        # What comes after may be put on SMs as they become free; it waits for this grid's end before it reads what is made here, but for
+        # codes, which are there before.
         if const_expr(mEarly is None):
             cute.arch.griddepcontrol_launch_dependents()
         elif tid == 0:

@@ -76,6 +76,8 @@ def strips(m: torch.Tensor) -> torch.Tensor:
     return out.unflatten(-1, (64, 64))
 
 
+UNDECIDED = -2
+"""The code of a unit of which nobody has decided whether it starts early (`tile.early`)."""
 LIVE = 5120 // 4
 """Where a chunk's scores, read as words, have the number of live blocks of 16 rows of kd and qg (`tile.panel`)."""
 

@@ -22,8 +22,6 @@ PLAN = Schedule(64, 1, 3, 3)
 STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
 KINDS = ("forgets", "remembers", "forgets but for the middle", "forgets in the middle")
 NAN = math.nan
-UNDECIDED = -2
-"""Of `tile.early`."""
 
 
 def decays(kinds: tuple[str, ...], tokens: int, key_dim: int) -> torch.Tensor:
@@ -63,7 +61,7 @@ class Watched:
             elif kernel == "sm90.kda_segments":
                 self.ends.append(args[5].fill_(NAN))
                 self.transitions.append(args[6].fill_(NAN))
-                assert bool((args[8] == UNDECIDED).all())
+                assert bool((args[8] == kda_model.UNDECIDED).all())
                 self.codes.append(args[8])
             elif kernel == "sm90.kda_reverse":
                 last = args[-5]

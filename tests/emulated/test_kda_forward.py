@@ -198,12 +198,8 @@ def test_the_last_pass_first_awaits_its_code() -> None:
     assert {text for at, text in touched.items() if at < first} == {"ld.acquire.gpu.global"}
     assert last > max(touched)
     # What others have stored in the ordinary way is about to be copied by TMA.
-    assert (
-        len(
-            re.findall(r"fence\.proxy\.async;", ptx[: min(at for at, text in touched.items() if text.startswith("cp"))])
-        )
-        == 1
-    )
+    first_copy = min(at for at, text in touched.items() if text.startswith("cp"))
+    assert len(re.findall(r"fence\.proxy\.async;", ptx[:first_copy])) == 1
     segments = _compiled(*LAUNCHED_EARLY["segments, packed, strips"]).artifacts.PTX
     assert "st.release.gpu.global" in segments
 

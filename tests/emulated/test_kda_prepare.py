@@ -16,8 +16,6 @@ import torch
 import ptxemu
 
 NAN = math.nan
-UNDECIDED = -2
-"""Of `tile.early`."""
 WITHIN = {torch.bfloat16: 3.5e-3, torch.float16: 6e-4}
 """Of relative errors (root of mean squares): what rounding inputs and outputs to the type makes unavoidable, and a margin."""
 
@@ -69,7 +67,7 @@ class Case:
             **options,
         )
         if self.config.bound:
-            assert (self.out["early"] == UNDECIDED).all()
+            assert (self.out["early"] == kda_model.UNDECIDED).all()
         return launched
 
     def expected(self) -> kda_model.Prepared:
@@ -248,7 +246,7 @@ def test_strips(kind: str) -> None:
         assert torch.equal(x, strips.matrices()[name]), name
 
 
-LIVE = {
+DECAYING = {
     "none decays": (-0.1, {}, 4),
     "three": (-1.2, {}, 3),
     "two": (-2.5, {}, 2),
@@ -261,9 +259,9 @@ LIVE = {
 
 
 @pytest.mark.parametrize("key_dim", [64, 128])
-@pytest.mark.parametrize("kind", LIVE)
+@pytest.mark.parametrize("kind", DECAYING)
 def test_rows_that_have_decayed_are_not_written(kind: str, key_dim: int) -> None:
-    decay, columns, live = LIVE[kind]
+    decay, columns, live = DECAYING[kind]
     case = make(gate="log", gate_dtype=torch.float32, tokens=64 * 2 + 50, key_dim=key_dim, strips=True)
     g = case.inputs["g"].fill_(decay)
     for column, own in columns.items():

@@ -187,16 +187,16 @@ def backward(
     numbers = (flags.scale, flags.lower_bound, flags.beta_limit)
     made = kept or room_for_kept(q, v, sequences, cu_seqlens is not None)
     factors, scores, decay, beta_eff, hs, room = made
-    bound = early = None
-    if own.prepare.bound:
-        bound, early = room, q.new_empty((sequences * own.segments, value_heads), dtype=torch.int32)
-    if kept is None:
-        load("warp.kda_prepare", own.prepare, arch)(
-            *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, early, *numbers
-        )
+    bound = room if own.prepare.bound else None
     given = _Given(factors, scores, decay, beta_eff, bound, v, do, cu_seqlens, own, arch, load, may_end_early)
     shape = (sequences, value_heads, value_dim, key_dim)
     if kept is None:
+        early = None
+        if bound is not None:
+            early = q.new_empty((sequences * own.segments, value_heads), dtype=torch.int32)
+        load("warp.kda_prepare", own.prepare, arch)(
+            *wide, b, *gate, cu_seqlens, factors, scores, decay, beta_eff, bound, early, *numbers
+        )
         _states(given, shape, hs, initial_state, early, flags.state_v_first)
     y, dv, dhs, dh0 = _reverse(given, shape, grad_state, flags.state_v_first, initial_state is not None)
     dfactors, dscores = q.new_empty((*head, 3, 64, key_dim)), q.new_empty((*head, 2, 64, 64))

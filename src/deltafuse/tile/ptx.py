@@ -54,16 +54,23 @@ def load_shared(address, offset, n, dtype=Float32):
     return out if n > 1 else [out]
 
 
-def store_shared(address, offset, values):
+def _store(space, address, offset, values, valid=None):
     n = len(values)
-    asm(f"st.shared{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int32(address), *values])
+    text = f"st.{space}{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};"
+    if valid is None:
+        asm(text, [], [address, *values])
+    else:
+        text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p {text}\n}}"
+        asm(text, [], [address, *values, Int32(valid)])
+
+
+def store_shared(address, offset, values):
+    _store("shared", Int32(address), offset, values)
 
 
 def store_shared_if(address, offset, values, valid):
     """As `store_shared` where `valid` is not 0."""
-    n = len(values)
-    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.shared{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};\n}}"
-    asm(text, [], [Int32(address), *values, Int32(valid)])
+    _store("shared", Int32(address), offset, values, valid)
 
 
 def load_shared_half(address, offset):
@@ -102,15 +109,12 @@ def load_global_half(address, early=False):
 
 
 def store_global(address, offset, values):
-    n = len(values)
-    asm(f"st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};", [], [Int64(address), *values])
+    _store("global", Int64(address), offset, values)
 
 
 def store_global_if(address, offset, values, valid):
     """As `store_global` where `valid` is not 0."""
-    n = len(values)
-    text = f"{{\n.reg .pred p;\nsetp.ne.b32 p, ${n + 1}, 0;\n@p st.global{_vector(n)}.b32 [$0+{offset}], {_list(1, n)};\n}}"
-    asm(text, [], [Int64(address), *values, Int32(valid)])
+    _store("global", Int64(address), offset, values, valid)
 
 
 def load_acquire(address):

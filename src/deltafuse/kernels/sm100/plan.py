@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...tile.shared import room
 from ..config import CHUNK, BlackwellScanConfig
 
 TENSOR_COLUMNS = 512
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = room()
 PANEL_BYTES = 64 * 64 * 2
 STATE_STAGES = 2
 """Chunks whose state is held as an operand."""

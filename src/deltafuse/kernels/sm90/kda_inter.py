@@ -72,10 +72,9 @@ from ...tile.panel import BYTES, vector_offset
 from ...tile.panel import ELEMENTS as PANEL
 from ...tile.ptx import fma, load_shared, select, store_global, store_shared, unpack
 from ...tile.sequence import chunk_of_slot
+from ...tile.shared import room
 from ...tile.wgmma import product
 from ..config import CHUNK, InterConfig
-
-SHARED_MEMORY = 227 * 1024
 
 QG, KD, KG = 0, 1, 2
 """Order of dfactors; the factors themselves are kd, qg, kg."""
@@ -110,8 +109,8 @@ class KdaInter:
         self.at_direct = self.at_unit + HEADS * 8
         self.at_sums = self.at_direct + 2 * self.groups * CHUNK * 4
         self.small = self.at_sums + self.groups * 8 * 64 * 4
-        room = (SHARED_MEMORY - self.small - 512) // BYTES - self.tiles
-        self.stages = stages or min(4, room // self.tile_panels)
+        left = (room() - self.small - 512) // BYTES - self.tiles
+        self.stages = stages or min(4, left // self.tile_panels)
         self.panels = self.tiles + self.stages * self.tile_panels
         # Barriers.
         self.head_full, self.head_free = 0, HEADS

@@ -65,9 +65,10 @@ from ...tile.bulk import bulk_load, reads_done
 from ...tile.fragments import keep_columns, round_to, words
 from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
+from ...tile.shared import room
 from ...tile.wgmma import product
 from ..config import CHUNK, ReverseConfig
-from .kda_scan import RESERVED, SHARED_MEMORY, KdaScan
+from .kda_scan import KdaScan
 
 
 class KdaReverse(KdaScan):
@@ -104,7 +105,7 @@ class KdaReverse(KdaScan):
         other = 512 + 2 * PANEL * self.groups * (
             self.v_stages * (not config.transition) + self.out_stages * (2 + self.panels) * config.readout
         )
-        self.stages = stages or min(4, (SHARED_MEMORY - RESERVED - other) // (self.early_bytes + self.late_bytes))
+        self.stages = stages or min(4, (room() - other) // (self.early_bytes + self.late_bytes))
 
     # ---------------------------------------------------------------------------------------------------------------- host
     @cute.jit
@@ -297,23 +298,6 @@ class KdaReverse(KdaScan):
             for source, to, size in parts:
                 to = (to + state.index * size).align(16)
                 bulk_load(source.iterator.align(16), to, size, bar, self.cluster, rank)
-
-    @cute.jit
-    def fetch_values(self, s, values, tma_do, tDo, at):
-        """A chunk's do^T, 64 columns of V for each warpgroup."""
-        gDo = cute.domain_offset((0, at.token), tDo[None, None, at.hv, at.batch])
-        gDo = cute.local_tile(gDo, (64, CHUNK), (None, None))
-        doS, doG = cpasync.tma_partition(
-            tma_do, 0, cute.make_layout(1), cute.group_modes(s.v, 0, 2), cute.group_modes(gDo, 0, 2)
-        )
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.v_stages)
-        for i in cutlass.range(at.chunks, unroll=1):
-            values.producer_acquire(state)
-            bar = values.producer_get_barrier(state)
-            for group in cutlass.range_constexpr(self.groups):
-                source = doG[None, at.tile * self.groups + group, at.chunks - 1 - i]
-                cute.copy(tma_do, source, doS[None, state.index * self.groups + group], tma_bar_ptr=bar)
-            state.advance()
 
     # -------------------------------------------------------------------------------------------------------------- consumers
     def registers(self, s, mma, tid):

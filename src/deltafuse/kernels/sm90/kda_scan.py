@@ -79,14 +79,11 @@ from ...tile.panel import ELEMENTS as PANEL
 from ...tile.pipeline import copy_pipeline
 from ...tile.ptx import store_shared
 from ...tile.sequence import tokens_of
+from ...tile.shared import room
 from ...tile.state import part_of, set_identity, transposed
 from ...tile.wgmma import product
 from ..config import CHUNK, ScanConfig
 from .kda_scan_fetch import MOST_STAGES, ScanFetch
-
-SHARED_MEMORY = 228 * 1024
-RESERVED = 1024
-"""Of every CTA's."""
 
 
 class KdaScan(ScanFetch):
@@ -138,7 +135,7 @@ class KdaScan(ScanFetch):
         other = 512 + 2 * PANEL * self.groups * (
             self.v_stages * (not config.transition) + self.o_stages * config.readout + self.panels * config.states
         )
-        self.stages = stages or min(4, (SHARED_MEMORY // blocks - RESERVED - other) // self.stage_bytes)
+        self.stages = stages or min(4, (room(blocks) - other) // self.stage_bytes)
         if config.strips and self.stages > MOST_STAGES:
             raise ValueError(f"stages: got {self.stages}; allowed with strips: up to {MOST_STAGES}")
 

@@ -1,4 +1,4 @@
-"""`kda_scan`, its producers: a warp that fetches operands, a warp that fetches v."""
+"""`kda_scan`, its producers: a warp that fetches operands, a warp that fetches v (`kda_reverse` has the latter, too)."""
 
 # mypy: ignore-errors
 
@@ -91,6 +91,7 @@ class ScanFetch:
             cute.arch.sync_warp()
         with cute.arch.elect_one():
             if live == 4:
+                # All panels lie one behind the other: one copy.
                 bulk_load(rows.align(16), to.align(16), panels * PANEL, bar, self.cluster, rank)
             for n in cutlass.range_constexpr(1, 4):
                 if live == n:
@@ -119,17 +120,18 @@ class ScanFetch:
 
     @cute.jit
     def fetch_values(self, s, values, tma_v, tV, at):
-        """A chunk's v^T, 64 columns of V for each warpgroup."""
+        """A chunk's v^T (going back: do^T), 64 columns of V for each warpgroup."""
         gV = cute.domain_offset((0, at.token), tV[None, None, at.hv, at.batch])
         gV = cute.local_tile(gV, (64, CHUNK), (None, None))
         vS, vG = cpasync.tma_partition(
             tma_v, 0, cute.make_layout(1), cute.group_modes(s.v, 0, 2), cute.group_modes(gV, 0, 2)
         )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.v_stages)
-        for c in cutlass.range(at.chunks, unroll=1):
+        for i in cutlass.range(at.chunks, unroll=1):
             values.producer_acquire(state)
             bar = values.producer_get_barrier(state)
-            for i in cutlass.range_constexpr(self.groups):
-                slot = state.index * self.groups + i
-                cute.copy(tma_v, vG[None, at.tile * self.groups + i, c], vS[None, slot], tma_bar_ptr=bar)
+            for group in cutlass.range_constexpr(self.groups):
+                chunk = at.chunks - 1 - i if const_expr(self.back) else i
+                source = vG[None, at.tile * self.groups + group, chunk]
+                cute.copy(tma_v, source, vS[None, state.index * self.groups + group], tma_bar_ptr=bar)
             state.advance()
